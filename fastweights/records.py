@@ -1,0 +1,107 @@
+"""Where a number came from: every result row carries the command, commit, versions, device and seed that made it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("fastweights", "torch", "triton", "transformers")
+
+
+@cache
+def commit() -> str:
+    """The short hash of the checkout this package runs from, with ``+changes`` when files differ from it; ``unknown`` outside git."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    if not (root / ".git").exists():  # an installed wheel, or a copy of the tree: an enclosing repository would lie
+        return os.environ.get("FASTWEIGHTS_COMMIT", "unknown")
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that numbers depend on, and of Python; a package that is absent is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: str | None = None) -> str:
+    """``NVIDIA H200`` for a CUDA device, else the processor's name and the number of threads torch uses."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def provenance(*, device: str | None = None, seed: int | None = None) -> dict[str, Any]:
+    """The fields every result row ends with."""
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    row: dict[str, Any] = {
+        "command": shlex.join(command),
+        "commit": commit(),
+        "device": device_name(device),
+        "versions": versions(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if seed is not None:
+        row["seed"] = seed
+    return row
+
+
+def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a JSON-lines file, each flushed to disk whole, so that an interrupted run loses nothing it had finished."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; a last line cut short by a kill is dropped. A missing file has no rows."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines[:-1] if line.strip()]
+    if lines[-1].strip():
+        try:
+            rows.append(json.loads(lines[-1]))
+        except json.JSONDecodeError:
+            pass
+    return rows
