@@ -1,0 +1,54 @@
+"""Parameters that must act in float32 whatever the model's dtype is: decays, gates, norms.
+
+bfloat16 has 8 bits of mantissa: a decay of 0.999 rounds to 1, and a step of the optimiser on A_log is lost. So these parameters are
+*born* float32 under any default dtype, *stay* float32 under ``.to(torch.bfloat16)``, and their arithmetic leaves autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32, or as it is when it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class Float32Module(nn.Module):
+    """A module whose own parameters keep float32 when the model is cast to a half precision; float64 is followed."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Module:
+        def keep(x: Tensor) -> Tensor:
+            if x.is_floating_point() and fn(x.new_empty(0)).dtype.itemsize < 4:
+                # A cast leaves integers alone, so the bits travel as integers: moved to the new device, never rounded.
+                return fn(x.float().view(torch.int32)).view(torch.float32)
+            return fn(x)
+
+        return super()._apply(keep, recurse)
+
+
+class Float32Linear(Float32Module, nn.Linear):
+    """A projection to gates, ``[..., in] -> [..., out]`` in float32 (float64 for float64 input), outside autocast."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        if not torch.amp.is_autocast_available(x.device.type):  # the meta device
+            return F.linear(x, weight, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight, bias)
+
+
+def float32_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that act in float32 and take no weight decay: all that a `Float32Module` inside ``module`` owns."""
+    for prefix, child in module.named_modules():
+        if isinstance(child, Float32Module):
+            yield from child.named_parameters(prefix, recurse=False)

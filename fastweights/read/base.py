@@ -1,0 +1,63 @@
+"""What a read rule is: from a token's query and the keys so far, the query that reads the memory."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, Query
+from fastweights.options import build_options
+from fastweights.precision import Float32Module
+
+
+class Write(Protocol):
+    """What a read needs to know of the write rule it is paired with."""
+
+    name: ClassVar[str]
+    num_heads: int
+    num_value_heads: int
+    head_k_dim: int
+    keys_bounded: bool
+    head_decay: bool
+    key_scale_per_value_head: bool
+
+
+class ReadRule(Float32Module):
+    """A read rule. Its parameters are gates, so all of them act in float32. Options by name; the flat names are ``<rule>_<option>``."""
+
+    name: ClassVar[str]
+    Options: ClassVar[type]
+
+    def __init__(self, write: Write, **options) -> None:
+        super().__init__()
+        self.options = build_options(f"read rule {self.name!r}", self.Options, options)
+
+    def initial_state(self, rows: int, device: torch.device | str | None = None) -> CCQState | None:
+        """The state before the first token; None for a rule that keeps none."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        q: Query,
+        k: Key,
+        coef: Coefficients,
+        *,
+        state: CCQState | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+        backend: str = "auto",
+    ) -> tuple[Query, CCQState | None]:
+        """The query to read with, in q's dtype and still without ``coef.query_scale``; and the new state, never aliasing ``state``.
+
+        ``k`` is the key before ``coef.key_scale``. ``state`` and ``cu_seqlens`` as in `fastweights.ops`.
+        """
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
+
+
+def as_written(k: Key, coef: Coefficients) -> Tensor:
+    """k̂ = key_scale·k, in k's dtype ``[B, T, Hk, K]``."""
+    return k if coef.key_scale is None else (k * coef.key_scale.unsqueeze(-1)).to(k.dtype)

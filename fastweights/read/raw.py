@@ -1,0 +1,21 @@
+"""The raw read: o_t = S_tᵀ q_t, the query as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fastweights.read.base import ReadRule
+
+
+class Raw(ReadRule):
+    name = "raw"
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Options:
+        pass
+
+    def initial_state(self, rows, device=None) -> None:
+        return None
+
+    def forward(self, q, k, coef, *, state=None, cu_seqlens=None, backend="auto"):
+        return q, None
