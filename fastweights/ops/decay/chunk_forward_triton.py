@@ -1,0 +1,250 @@
+"""The ``decay`` family's forward kernels.
+
+Three launches. `contribution_kernel` gives what each segment alone writes; `scan_kernel` turns that into the memory before each segment;
+`output_kernel` walks through each segment once more and reads. With g the running sum of log decays inside a chunk, S the memory before it:
+
+    o_i = scale · (exp(g_i)·q_i)ᵀ S + scale · Σ_{j≤i} (q_iᵀ k_j exp(g_i − g_j)) v_j
+    S'  = exp(g_C)·S + Σ_j (exp(g_C − g_j)·k_j) v_jᵀ
+
+Every exponent is ≤ 0. A decay per channel takes chunks of 16 tokens, whose scores are summed channel by channel; a decay per head takes
+chunks of 64 and the tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.ops.decay.segments_triton import (
+    Segments,
+    Tile,
+    decay_matrix,
+    load_memory,
+    load_numbers,
+    load_tile,
+    operand,
+    padded,
+    segment_of,
+    segments_of_row,
+    store_memory,
+    store_tile,
+)
+
+
+@triton.jit
+def load_decay(g, start, end, h, H, G, K, C: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
+    """Running sum of log decays in a chunk, and their total: ``[C], []`` per head, ``[C, BK], [BK]`` per channel."""
+    if CHANNEL:
+        x = load_tile(g + (h // G) * K, start, end, (H // G) * K, 0, K, C, BK)
+        return tl.cumsum(x, 0), tl.sum(x, 0)
+    else:
+        x = load_numbers(g, start, end, H, h, 0.0, C)
+        return tl.cumsum(x, 0), tl.sum(x, 0)
+
+
+@triton.jit
+def rows_of(x, CHANNEL: tl.constexpr):
+    """A decay made to multiply ``[C, K]``: per token from ``[C]``, or ``[C, K]`` as it is."""
+    if CHANNEL:
+        return x
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def keys_of(x, CHANNEL: tl.constexpr):
+    """A total decay made to multiply a memory ``[K, V]``: ``[K, 1]`` from ``[K]``, or a number as it is."""
+    if CHANNEL:
+        return x[:, None]
+    else:
+        return x
+
+
+@triton.jit
+def total_of(x, CHANNEL: tl.constexpr):
+    """A total made to subtract from it a running sum: ``[1, K]`` from ``[K]``, or a number as it is."""
+    if CHANNEL:
+        return x[None, :]
+    else:
+        return x
+
+
+@triton.jit
+def row(x, j, C: tl.constexpr):
+    """Row j of ``[C, K]`` in registers."""
+    return tl.sum(tl.where(tl.arange(0, C)[:, None] == j, x, 0.0), 0)
+
+
+@triton.jit
+def channel_scores(q, k, g, C: tl.constexpr):
+    """``P[i, j] = Σ_κ q_iκ k_jκ exp(g_iκ − g_jκ)`` for j ≤ i, else 0."""
+    i = tl.arange(0, C)
+    P = tl.zeros([C, C], tl.float32)
+    for j in range(C):
+        column = tl.sum(q * row(k, j, C)[None, :] * tl.exp(tl.minimum(g - row(g, j, C)[None, :], 0.0)), 1)
+        P = tl.where(i[None, :] == j, column[:, None], P)
+    return tl.where(i[:, None] >= i[None, :], P, 0.0)
+
+
+@triton.jit
+def scan_kernel(
+    memory, total, state, final, first, T, L, H, K, V,
+    BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """In place: what each segment writes ``[segments, H, K, V]`` becomes the memory before it (REVERSE: the gradient of that after it)."""
+    column = tl.program_id(1) * BV
+    key = tl.program_id(2) * BK
+    r = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    begin, count = segments_of_row(r, first, T, L)
+    i = key + tl.arange(0, BK)
+    c = column + tl.arange(0, BV)
+    mask = (i < K)[:, None] & (c < V)[None, :]
+    place = i[:, None] * V + c[None, :]
+    if state is None:
+        S = tl.zeros([BK, BV], tl.float32)
+    else:
+        S = tl.load(state + (r.to(tl.int64) * H + h) * K * V + place, mask=mask, other=0.0)
+    for n in tl.range(count, num_stages=4):
+        s = (begin + (count - 1 - n if REVERSE else n)) * H + h
+        written = tl.load(memory + s * K * V + place, mask=mask, other=0.0)
+        if CHANNEL:
+            keep = tl.exp(tl.load(total + s * K + i, mask=i < K, other=0.0))[:, None]
+        else:
+            keep = tl.exp(tl.load(total + s))
+        tl.store(memory + s * K * V + place, S, mask=mask)
+        S = keep * S + written
+    tl.store(final + (r.to(tl.int64) * H + h) * K * V + place, S, mask=mask)
+
+
+@triton.jit
+def contribution_kernel(
+    k, v, g, ks, vs, out, total, table, T, L, H, G, K, V, k_stride, v_stride, ks_heads, vs_heads, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a segment alone adds to the memory after it; REVERSE (k, v are q, do): to the gradient of the memory before it."""
+    pid = tl.program_id(0)
+    block = pid % NB
+    h = pid // NB % H
+    s = pid // NB // H
+    _, begin, end, _ = segment_of(s, table, T, L)
+    k += h // G * K
+    v += h * V
+    S = tl.zeros([BK, BV], tl.float32)
+    if CHANNEL:
+        passed = tl.zeros([BK], tl.float32)
+    else:
+        passed = tl.sum(tl.zeros([C], tl.float32), 0)
+    for start in tl.range(begin, end, C, num_stages=STAGES):
+        x = load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32)
+        y = load_tile(v, start, end, v_stride, block * BV, V, C, BV).to(tl.float32)
+        x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
+        y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
+        a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
+        if REVERSE:
+            x *= rows_of(tl.exp(a + total_of(passed, CHANNEL)), CHANNEL)
+        else:
+            x *= rows_of(tl.exp(total_of(all_a, CHANNEL) - a), CHANNEL)
+            S *= keys_of(tl.exp(all_a), CHANNEL)
+        S += tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
+        passed += all_a
+    base = s.to(tl.int64) * H + h
+    store_memory(out + base * K * V, S * scale, block * BV, K, V, BK, BV)
+    if total is not None:
+        if block == 0:
+            if CHANNEL:
+                i = tl.arange(0, BK)
+                tl.store(total + base * K + i, passed, mask=i < K)
+            else:
+                tl.store(total + base, passed)
+
+
+@triton.jit
+def output_kernel(
+    q, k, v, g, qs, ks, vs, memory, o, table, T, L, H, G, K, V, q_stride, k_stride, v_stride, ks_heads, vs_heads, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Read while walking through a segment; the program holds BV columns of the memory."""
+    pid = tl.program_id(0)
+    block = pid % NB
+    h = pid // NB % H
+    s = pid // NB // H
+    _, begin, end, _ = segment_of(s, table, T, L)
+    S = load_memory(memory + (s.to(tl.int64) * H + h) * K * V, block * BV, K, V, BK, BV)
+    q += h // G * K
+    k += h // G * K
+    v += h * V
+    o += h * V
+    for start in tl.range(begin, end, C, num_stages=STAGES):
+        x = load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32)
+        y = load_tile(v, start, end, v_stride, block * BV, V, C, BV).to(tl.float32)
+        z = load_tile(q, start, end, q_stride, 0, K, C, BK).to(tl.float32)
+        x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
+        y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
+        z *= load_numbers(qs, start, end, H // G, h // G, 1.0, C)[:, None]
+        a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
+        if CHANNEL:
+            P = channel_scores(z, x, a, C)
+        else:
+            P = tl.dot(z.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) * decay_matrix(a, C)
+        out = tl.dot((z * rows_of(tl.exp(a), CHANNEL)).to(DOT), S.to(DOT), input_precision=PRECISION)
+        out += tl.dot(P.to(DOT), y.to(DOT), input_precision=PRECISION)
+        store_tile(o, out * scale, start, end, H * V, block * BV, V, C, BV)
+        x *= rows_of(tl.exp(total_of(all_a, CHANNEL) - a), CHANNEL)
+        S = S * keys_of(tl.exp(all_a), CHANNEL) + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
+
+
+def heads_in(x: Tensor | None) -> int:
+    return 0 if x is None else x.shape[2]
+
+
+def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, scale: float = 1.0, total: Tensor | None = None) -> Tensor:
+    """``[segments, Hv, K, V]``; also fills ``total``, each segment's log decay, if it is given."""
+    (_, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
+    BV = min(padded(V), tile.columns)
+    blocks = triton.cdiv(V, BV)
+    out = torch.empty(cut.count, Hv, K, V, dtype=torch.float32, device=k.device)
+    DOT, precision = operand(k.dtype, v.dtype)
+    contribution_kernel[(cut.count * Hv * blocks,)](
+        k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, K, V, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
+        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
+        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def scan(memory: Tensor, total: Tensor, state: Tensor | None, T: int, cut: Segments, *, reverse: bool) -> Tensor:
+    """Run the scan in place over ``memory``; returns what is left after the last segment ``[R, H, K, V]``."""
+    _, H, K, V = memory.shape
+    final = torch.empty(cut.rows, H, K, V, dtype=torch.float32, device=memory.device)
+    BV = min(padded(V), 128)
+    BK = 512 // BV
+    scan_kernel[(cut.rows * H, triton.cdiv(V, BV), triton.cdiv(K, BK))](
+        memory, total, state, final, cut.first, T, cut.length, H, K, V,
+        BK=BK, BV=BV, CHANNEL=total.dim() == 3, REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
+    return final
+
+
+def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``o``, the final state, the memory before each segment, and each segment's total log decay. T ≥ 1."""
+    (B, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
+    channel = g is not None and g.dim() == 4
+    total = torch.empty(cut.count, Hv, *([K] if channel else []), dtype=torch.float32, device=k.device)
+    memory = contributions(k, v, g, ks, vs, cut, tile, reverse=False, total=total)
+    final = scan(memory, total, state, T, cut, reverse=False)
+    BV = min(padded(V), tile.columns)
+    blocks = triton.cdiv(V, BV)
+    o = torch.empty(B, T, Hv, V, dtype=v.dtype, device=v.device)
+    DOT, precision = operand(q.dtype, k.dtype, v.dtype)
+    output_kernel[(cut.count * Hv * blocks,)](
+        q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk, K, V,
+        q.stride(1), k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
+        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
+        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return o, final, memory, total
