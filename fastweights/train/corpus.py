@@ -64,8 +64,8 @@ class Corpus:
         """
         if name not in SPLITS:
             raise ValueError(f"split {name!r} is not one of {', '.join(SPLITS)}")
-        chosen = np.flatnonzero(self.splits == SPLITS.index(name))
-        if not len(chosen):
+        chosen = np.flatnonzero(self.splits == SPLITS.index(name)).tolist()
+        if not chosen:
             raise ValueError(
                 f"none of the {len(self)} documents falls in the {name} split: give more documents, or a {name} source of its own"
             )

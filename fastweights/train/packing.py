@@ -1,8 +1,8 @@
 """Batches as a pure function of (corpus, settings, batch number): that is the whole state, so resuming is starting at a number.
 
-An epoch lays all documents end to end in an order drawn from (seed, epoch), cuts the stream into windows of `sequence_length` tokens, and
-draws the windows in an order drawn from (seed, epoch) again. A batch is one packed row of windows. Memory and convolution begin anew at each
-document *and* at each window, so the windows of a batch do not see each other.
+An epoch lays all documents end to end in an order drawn from (seed, epoch), cuts the stream into windows of `sequence_length` tokens,
+and feeds the windows in an order drawn from (seed, epoch) too. A batch is one packed row of windows. Memory and convolution begin anew
+at each document *and* at each window, so the windows of a batch do not see each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The byte-level tokenizer: a byte is a token, its value is the token's id. Nothing to download, nothing to train.
 
-It is a plain `transformers` fast tokenizer, so that checkpoints carry it, `AutoTokenizer` loads it, and every tool that takes a tokenizer takes it.
+It is a plain fast tokenizer of transformers: checkpoints carry it, `AutoTokenizer` loads it, and whatever takes a tokenizer takes it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def document_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte that the ByteLevel pre-tokenizer writes: itself where printable, else the next free character from U+0100."""
+    """What the ByteLevel pre-tokenizer writes for each byte: the character itself where printable, else the next one from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

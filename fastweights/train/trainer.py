@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from fastweights.models import parameter_groups
 from fastweights.train.corpus import Corpus
 from fastweights.train.packing import PackedBatches
 from fastweights.train.presets import TrainSettings
 
 CHECKPOINT = "checkpoint-"
+OnStep = Callable[[int, dict[str, float]], None]
 
 
 class Training(NamedTuple):
@@ -45,14 +47,14 @@ def train(
     seed: int = 0,
     device: str = "cpu",
     log_to: tuple[str, ...] = (),
-    on_step: Callable[[int, dict[str, float]], None] | None = None,
+    on_step: OnStep | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Training:
     """Train any causal language model of transformers on packed windows; go on from the last whole checkpoint in `folder` if there is one.
 
     Args:
-        model: trained in place. If its forward takes `cu_seqlens` it is given them; else `position_ids`, which transformers' attention reads
-            document borders from.
+        model: trained in place. If its forward takes `cu_seqlens` it is given them; else `position_ids`, from which transformers'
+            attention reads the borders of documents.
         device: `cpu` or `cuda`.
         log_to: names of transformers' loggers, such as `tensorboard`.
         on_step: called after each step with (steps done, the last logged values) in place of the Trainer's own progress bar.
@@ -133,6 +135,7 @@ class PackedTrainer(transformers.Trainer):
             rank=arguments.process_index,
             ranks=arguments.world_size,
         )
+        self.inputs = input_names(model)
         self._began = 0.0
         super().__init__(model=model, args=arguments, train_dataset=self.batches)
         if quiet:
@@ -140,23 +143,28 @@ class PackedTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """One packed row a micro-batch. Not handed to accelerate: the batches know their rank."""
-        names = input_names(self.model)
+        names = self.inputs
         return DataLoader(self.batches, batch_size=1, collate_fn=lambda rows: {name: rows[0][name] for name in names})
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weight decay is for matrices: never for gates, norms and biases."""
+        return parameter_groups(model)[0]["param_names"]
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Forward and backward of one micro-batch; what is not finite stops here, before clipping spreads it and before it reaches a weight."""
+        """Forward and backward of a micro-batch; what is not finite stops here, before clipping spreads it and a weight takes it."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         if not torch.isfinite(loss + norm):
-            raise FloatingPointError(self._not_finite(loss))
+            raise FloatingPointError(self._not_finite(model, loss))
         return loss
 
-    def _not_finite(self, loss: Tensor) -> str:
+    def _not_finite(self, model: nn.Module, loss: Tensor) -> str:
         step, pieces = self.state.global_step, self.args.gradient_accumulation_steps
-        broken = [f"weight {name}" for name, p in self.model.named_parameters() if not torch.isfinite(p).all()]
-        broken += [
-            f"gradient of {name}" for name, p in self.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
-        ]
+        broken = []
+        for name, parameter in model.named_parameters():
+            for what, tensor in ((f"weight {name}", parameter), (f"gradient of {name}", parameter.grad)):
+                if tensor is not None and not torch.isfinite(tensor).all():
+                    broken.append(what)
         text = "\n".join(self.batches.describe(batch) for batch in range(step * pieces, (step + 1) * pieces))
         return (
             f"step {step + 1}: the loss is {loss.item():g}; not finite: {', '.join(broken) or 'the loss alone'}."
@@ -183,9 +191,7 @@ def input_names(model: PreTrainedModel) -> list[str]:
 class _Hooks(TrainerCallback):
     """What `train` hangs into the Trainer: the clock, the report of progress, and the way to stop."""
 
-    def __init__(
-        self, trainer: PackedTrainer, on_step: Callable[[int, dict[str, float]], None] | None, should_stop: Callable[[], bool]
-    ) -> None:
+    def __init__(self, trainer: PackedTrainer, on_step: OnStep | None, should_stop: Callable[[], bool]) -> None:
         self.trainer, self.on_step, self.should_stop = trainer, on_step, should_stop
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import shutil
 
@@ -137,7 +138,7 @@ def test_documents_of_a_row_do_not_see_each_other(corpus, llama, tmp_path):
     assert list(row) == input_names(model) == ["input_ids", "labels", "position_ids"]
     borders = trainer.batches[0]["cu_seqlens"].tolist()
     apart = torch.tensor(0.0)
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in itertools.pairwise(borders):
         ids = row["input_ids"][:, begin:end]
         if end - begin > 1:
             apart = apart + model(input_ids=ids, labels=ids).loss * (end - begin - 1)
