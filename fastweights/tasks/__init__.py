@@ -12,10 +12,24 @@ from fastweights.tasks.base import Batch, Count, Score, Task
 from fastweights.tasks.draw import generator
 from fastweights.tasks.mqar import MQAR, MQARKLA
 from fastweights.tasks.palindrome import Palindrome
-from fastweights.tasks.s_niah import SNIAH
+from fastweights.tasks.s_niah import SNIAH, NeedleBatch
 from fastweights.tasks.stack import Stack
 from fastweights.tasks.state_tracking import StateTracking
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (MQAR, MQARKLA, SNIAH, Palindrome, Stack, StateTracking)}
 
-__all__ = ["MQAR", "MQARKLA", "SNIAH", "TASKS", "Batch", "Count", "Palindrome", "Score", "Stack", "StateTracking", "Task", "generator"]
+__all__ = [
+    "MQAR",
+    "MQARKLA",
+    "SNIAH",
+    "TASKS",
+    "Batch",
+    "Count",
+    "NeedleBatch",
+    "Palindrome",
+    "Score",
+    "Stack",
+    "StateTracking",
+    "Task",
+    "generator",
+]

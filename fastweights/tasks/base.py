@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,10 +30,21 @@ class Batch:
     groups: dict[str, Tensor]
     """Strata for the score: name to ``[B, T]``, int64, read where ``labels`` asks."""
 
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __getitem__(self, rows: slice) -> Batch:
+        """Some of the rows: ``batch[8:16]``."""
+        return self._each(lambda value: value[rows])
+
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        moved = {name: group.to(device) for name, group in self.groups.items()}
-        return dataclasses.replace(self, input_ids=self.input_ids.to(device), labels=self.labels.to(device), groups=moved)
+        """The same batch with its tensors on another device."""
+        return self._each(lambda value: value.to(device) if isinstance(value, Tensor) else value)
+
+    def _each(self, change: Callable[[Any], Any]) -> Batch:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        groups = {name: change(group) for name, group in fields.pop("groups").items()}
+        return dataclasses.replace(self, groups=groups, **{name: change(value) for name, value in fields.items()})
 
 
 @dataclasses.dataclass(frozen=True)
