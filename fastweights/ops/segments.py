@@ -76,17 +76,17 @@ class Segments:
         """How many chunks there are in all."""
         return self.steps[-1].stop if self.steps else 0
 
-    def cut(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``[B, T, H, …] -> [chunks, H, C, …]``, contiguous and fresh, zeros where a chunk has no token."""
-        H, *rest = x.shape[2:]
-        shape = (self.chunks, H, self.chunk, *rest)
-        full = shape[0] * self.chunk == self.batch * self.tokens
-        out = (x.new_empty if full else x.new_zeros)(shape, dtype=dtype)
+    def cut(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """``[B, T, H, …] -> [chunks, H, C, …]``, zeros where a chunk has no token; contiguous and fresh, or written into ``out``."""
+        if out is None:
+            out = x.new_empty((self.chunks, x.shape[2], self.chunk, *x.shape[3:]), dtype=dtype)
         if self.place is not None:
-            out.transpose(1, 2)[self.place] = x[0].to(out.dtype)
-        else:
-            for tokens, chunks in self._pairs(x, out):
-                chunks.copy_(tokens)
+            out.zero_().transpose(1, 2)[self.place] = x[0].to(out.dtype)
+            return out
+        for tokens, chunks in self._pairs(x, out):
+            chunks.copy_(tokens)
+        if tail := self.tokens % self.chunk:
+            self._batched(out)[:, -1, tail:] = 0
         return out
 
     def join(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -106,10 +106,14 @@ class Segments:
         """The inverse of `sort`; returns its argument where the orders are the same."""
         return state if self.order is None else torch.empty_like(state).index_copy(0, self.order, state)
 
+    def _batched(self, chunks: Tensor) -> Tensor:
+        """A view of the chunks of a batch ``[N·B, H, C, …]`` as ``[B, N, C, H, …]``."""
+        return chunks.unflatten(0, (len(self.steps), self.batch)).movedim(3, 2).transpose(0, 1)
+
     def _pairs(self, tokens: Tensor, chunks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of equal shape that cover ``tokens [B, T, H, …]`` and its chunks: the full chunks, and the last, partly filled one."""
         whole, tail = divmod(self.tokens, self.chunk)
-        chunks = chunks.unflatten(0, (len(self.steps), self.batch)).movedim(3, 2).transpose(0, 1)  # [B, N, C, H, …]
+        chunks = self._batched(chunks)
         yield tokens[:, : whole * self.chunk].unflatten(1, (whole, self.chunk)), chunks[:, :whole]
         if tail:
             yield tokens[:, whole * self.chunk :], chunks[:, whole, :tail]
