@@ -37,18 +37,17 @@ from fastweights.ops.decay.segments_triton import (
     load_memory,
     load_numbers,
     load_tile,
-    operand,
-    padded,
     segment_of,
     store_numbers,
     store_tile,
 )
+from fastweights.ops.tiles_triton import operand, padded, triton_type
 
 
 @triton.jit
 def query_kernel(
     k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, table, T, L, H, G, K, V, tokens,
-    q_stride, k_stride, v_stride, ks_heads, vs_heads, scale,
+    q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +71,7 @@ def query_kernel(
         e = load_tile(do, start, end, H * V, block * BV, V, C, BV).to(DOT)
         x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
-        factor = load_numbers(qs, start, end, H // G, h // G, 1.0, C)[:, None] * scale
+        factor = load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None] * scale
         a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
         grad = tl.dot(e, tl.trans(S.to(DOT)), input_precision=PRECISION) * rows_of(tl.exp(a), CHANNEL)
         E = tl.dot(e, tl.trans(y.to(DOT)), input_precision=PRECISION)
@@ -99,7 +98,7 @@ def query_kernel(
 @triton.jit
 def key_value_kernel(
     q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, dg, table, T, L, H, G, K, V, tokens,
-    q_stride, k_stride, v_stride, ks_heads, vs_heads, scale,
+    q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -115,10 +114,7 @@ def key_value_kernel(
             S = load_memory(memory + (s.to(tl.int64) * H + H + h) * K * V, block * BV, K, V, BK, BV)
         else:
             S = load_memory(final + (r * H + h) * K * V, block * BV, K, V, BK, BV)
-        if CHANNEL:
-            crossing = tl.sum(S * D, 1)
-        else:
-            crossing = tl.sum(tl.sum(S * D, 1), 0)
+        crossing = tl.sum(S * D, 1) if CHANNEL else tl.sum(tl.sum(S * D, 1), 0)
     part = block.to(tl.int64) * tokens
     q += h // G * K
     k += h // G * K
@@ -135,7 +131,7 @@ def key_value_kernel(
         e = load_tile(do, start, end, H * V, block * BV, V, C, BV).to(DOT)
         k_factor = load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         v_factor = load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
-        z *= load_numbers(qs, start, end, H // G, h // G, 1.0, C)[:, None]
+        z *= load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None]
         x = raw_k * k_factor
         y = (raw_v * v_factor).to(DOT)
         a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
@@ -204,11 +200,12 @@ def backward(
     dq, dk, dv = per_part(q, K), per_part(k, K), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dqs, dks, dvs = (None if x is None else per_part(x) for x in (qs, ks, vs))
     dg = per_part(g, *([K] if channel else [])) if need_dg else None
+    DOT, precision = operand(q.dtype, k.dtype, v.dtype)
     common = dict(
-        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel, STAGES=tile.stages, num_warps=tile.warps,
+        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
+        DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    common["DOT"], common["PRECISION"] = operand(q.dtype, k.dtype, v.dtype)
-    strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale)
+    strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)
     sizes = (cut.table, T, cut.length, Hv, Hv // Hk, K, V, B * T)
     grid = (cut.count * Hv * blocks,)
     query_kernel[grid](k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, *sizes, *strides, **common)

@@ -24,13 +24,12 @@ from fastweights.ops.decay.segments_triton import (
     load_memory,
     load_numbers,
     load_tile,
-    operand,
-    padded,
     segment_of,
     segments_of_row,
     store_memory,
     store_tile,
 )
+from fastweights.ops.tiles_triton import operand, padded, triton_type
 
 
 @triton.jit
@@ -103,17 +102,11 @@ def scan_kernel(
     c = column + tl.arange(0, BV)
     mask = (i < K)[:, None] & (c < V)[None, :]
     place = i[:, None] * V + c[None, :]
-    if state is None:
-        S = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = tl.load(state + (r.to(tl.int64) * H + h) * K * V + place, mask=mask, other=0.0)
+    S = tl.zeros([BK, BV], tl.float32) if state is None else tl.load(state + (r.to(tl.int64) * H + h) * K * V + place, mask=mask, other=0.0)
     for n in tl.range(count, num_stages=4):
         s = (begin + (count - 1 - n if REVERSE else n)) * H + h
         written = tl.load(memory + s * K * V + place, mask=mask, other=0.0)
-        if CHANNEL:
-            keep = tl.exp(tl.load(total + s * K + i, mask=i < K, other=0.0))[:, None]
-        else:
-            keep = tl.exp(tl.load(total + s))
+        keep = tl.exp(tl.load(total + s * K + i, mask=i < K, other=0.0))[:, None] if CHANNEL else tl.exp(tl.load(total + s))
         tl.store(memory + s * K * V + place, S, mask=mask)
         S = keep * S + written
     tl.store(final + (r.to(tl.int64) * H + h) * K * V + place, S, mask=mask)
@@ -134,10 +127,7 @@ def contribution_kernel(
     k += h // G * K
     v += h * V
     S = tl.zeros([BK, BV], tl.float32)
-    if CHANNEL:
-        passed = tl.zeros([BK], tl.float32)
-    else:
-        passed = tl.sum(tl.zeros([C], tl.float32), 0)
+    passed = tl.zeros([BK], tl.float32) if CHANNEL else tl.sum(tl.zeros([C], tl.float32), 0)
     for start in tl.range(begin, end, C, num_stages=STAGES):
         x = load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32)
         y = load_tile(v, start, end, v_stride, block * BV, V, C, BV).to(tl.float32)
@@ -153,18 +143,17 @@ def contribution_kernel(
         passed += all_a
     base = s.to(tl.int64) * H + h
     store_memory(out + base * K * V, S * scale, block * BV, K, V, BK, BV)
-    if total is not None:
-        if block == 0:
-            if CHANNEL:
-                i = tl.arange(0, BK)
-                tl.store(total + base * K + i, passed, mask=i < K)
-            else:
-                tl.store(total + base, passed)
+    if total is not None and block == 0:
+        if CHANNEL:
+            i = tl.arange(0, BK)
+            tl.store(total + base * K + i, passed, mask=i < K)
+        else:
+            tl.store(total + base, passed)
 
 
 @triton.jit
 def output_kernel(
-    q, k, v, g, qs, ks, vs, memory, o, table, T, L, H, G, K, V, q_stride, k_stride, v_stride, ks_heads, vs_heads, scale,
+    q, k, v, g, qs, ks, vs, memory, o, table, T, L, H, G, K, V, q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +174,7 @@ def output_kernel(
         z = load_tile(q, start, end, q_stride, 0, K, C, BK).to(tl.float32)
         x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
-        z *= load_numbers(qs, start, end, H // G, h // G, 1.0, C)[:, None]
+        z *= load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None]
         a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
         if CHANNEL:
             P = channel_scores(z, x, a, C)
@@ -212,7 +201,7 @@ def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, 
     contribution_kernel[(cut.count * Hv * blocks,)](
         k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, K, V, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
         C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
-        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out
 
@@ -243,8 +232,8 @@ def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: flo
     DOT, precision = operand(q.dtype, k.dtype, v.dtype)
     output_kernel[(cut.count * Hv * blocks,)](
         q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk, K, V,
-        q.stride(1), k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
+        q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale,
         C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
-        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return o, final, memory, total

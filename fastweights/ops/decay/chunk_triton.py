@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastweights.notation import Coefficients
 from fastweights.ops.decay import chunk_backward_triton, chunk_forward_triton
-from fastweights.ops.decay.segments_triton import Tile, cut_segments, padded, segment_length, tokens_first
+from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
+from fastweights.ops.tiles_triton import padded
 
 TILES: dict[int, Tile] = {
     16: Tile(64, 128, 4, 2),

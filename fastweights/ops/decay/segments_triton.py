@@ -80,23 +80,6 @@ def tokens_first(x: Tensor) -> Tensor:
     return x if fits else x.contiguous()
 
 
-def operand(*dtypes: torch.dtype) -> tuple[tl.dtype, str]:
-    """The type in which the tensor cores read their operands, and the precision of their float32 products.
-
-    float16 goes through tf32: as many digits, but float32's range, which sums over a long sequence need.
-    """
-    if all(dtype == torch.bfloat16 for dtype in dtypes):
-        return tl.bfloat16, "tf32"
-    if all(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes):
-        return tl.float32, "tf32"
-    return tl.float32, "tf32x3"
-
-
-def padded(size: int) -> int:
-    """The power of two, at least 16, that holds ``size``."""
-    return max(16, triton.next_power_of_2(size))
-
-
 @triton.jit
 def segment_of(s, table, T, L):
     """Row, first token, token after the last, token after the last of the row."""

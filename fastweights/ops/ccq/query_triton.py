@@ -1,0 +1,164 @@
+"""`ccq_query_triton`: the fused curvature-conditioned query on the GPU, as two custom ops that autograd and torch.compile know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastweights.notation import CCQState
+from fastweights.ops.ccq import backward_triton, forward_triton
+from fastweights.ops.ccq.forward_triton import Moments
+from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
+from fastweights.ops.tiles_triton import padded
+
+TILES: dict[int, Tile] = {16: Tile(64, 16, 4, 2), 32: Tile(64, 32, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 2)}
+"""By padded K. Replace an entry to try another shape; a program holds all columns, so only chunk, warps and stages are free."""
+SMALL_TILE = Tile(16, 128, 8, 1)
+"""Fits 99 KB of shared memory for every K, as consumer cards need."""
+
+
+def why_not(q: Tensor, k: Tensor) -> str | None:
+    """What these kernels cannot take, or None."""
+    if q.shape[-1] > 128:
+        return f"one program holds a K×K moment, so K is at most 128 (got {q.shape[-1]})"
+    if not {q.dtype, k.dtype} <= {torch.float32, torch.float16, torch.bfloat16}:
+        return f"the kernels take float32, float16 and bfloat16 (got {q.dtype}, {k.dtype})"
+    return None
+
+
+def ccq_query_triton(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    state: CCQState | None = None,
+    cu_seqlens: Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, CCQState]:
+    """q' = q − (λ/w)·C q over the keys ``key_scale·k``: ``[B, T, Hk, K]`` in q's dtype, and the new state.
+
+    lam, log_decay and key_scale are ``[B, T, Hk]``; with ``cu_seqlens`` B = 1. C of a given state is taken to be symmetric.
+    """
+    lam, log_decay, key_scale = (None if x is None else x.float().contiguous() for x in (lam, log_decay, key_scale))
+    moments = (None, None, None) if state is None else tuple(x.float().contiguous() for x in state)
+    out, *rest = ccq_forward(q, k, lam, log_decay, key_scale, *moments, cu_seqlens, list(tile or TILES[padded(k.shape[3])]))
+    return out, CCQState(*rest[:3])
+
+
+@torch.library.custom_op("fastweights::ccq_forward", mutates_args=())
+def ccq_forward(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    g: Tensor | None,
+    ks: Tensor | None,
+    covariance: Tensor | None,
+    mean: Tensor | None,
+    weight: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tile: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q', the final C, μ, w; for the backward: C, μ, w before each segment, and each segment's total log decay."""
+    state = None if covariance is None else (covariance, mean, weight)
+    if k.shape[1] == 0:
+        shapes = ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tile)
+        for i in range(3):
+            shapes[1 + i].zero_() if state is None else shapes[1 + i].copy_(state[i])
+        return shapes
+    shape = Tile(*tile)
+    cut = _cut(k, cu_seqlens, shape)
+    q, k = tokens_first(q), tokens_first(k)
+    before, final, total = forward_triton.moments(k, g, ks, state, k.shape[1], cut, shape)
+    return forward_triton.read(q, k, lam, g, ks, before, k.shape[1], cut, shape), *final, *before, total
+
+
+@ccq_forward.register_fake
+def ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tile):
+    B, T, H, K = k.shape
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    length = segment_length(B * T, H, Tile(*tile))
+    count = 0 if T == 0 else B * (-(-T // length)) if cu_seqlens is None else T // length + rows
+
+    def moments(n):
+        return [lam.new_empty(n, H, *shape) for shape in ((K, K), (K,), ())]
+
+    return q.new_empty(q.shape), *moments(rows), *moments(count), lam.new_empty(count, H)
+
+
+def _cut(k: Tensor, cu_seqlens: Tensor | None, tile: Tile):
+    B, T, H, _ = k.shape
+    return cut_segments(B, T, segment_length(B * T, H, tile), cu_seqlens)
+
+
+@torch.library.custom_op("fastweights::ccq_backward", mutates_args=())
+def ccq_backward(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    g: Tensor | None,
+    ks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tile: Sequence[int],
+    grad: Tensor,
+    dcovariance: Tensor | None,
+    dmean: Tensor | None,
+    dweight: Tensor | None,
+    before: Sequence[Tensor],
+    final: Sequence[Tensor],
+    total: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, lam, g, ks (empty if not given), and N, r, ρ before the first token (see backward_triton)."""
+    shapes = ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total)
+    if k.shape[1] == 0:
+        shapes[5].zero_() if dcovariance is None else shapes[5].copy_(dcovariance)
+        shapes[6].zero_() if dmean is None else shapes[6].copy_(-dmean / final[2].clamp(min=1e-30).unsqueeze(-1))
+        shapes[7].zero_() if dweight is None else shapes[7].copy_(dweight)
+        return shapes
+    shape = Tile(*tile)
+    cut = _cut(k, cu_seqlens, shape)
+    q, k = tokens_first(q), tokens_first(k)
+    dstate = tuple(None if x is None else x.contiguous() for x in (dcovariance, dmean, dweight))
+    dq, dk, dlam, dg, dks, first = backward_triton.backward(
+        q, k, lam, g, ks, grad.contiguous(), dstate, Moments(*before), Moments(*final), total, k.shape[1], cut, shape
+    )
+    return dq, dk, dlam, shapes[3] if dg is None else dg, shapes[4] if dks is None else dks, *first
+
+
+@ccq_backward.register_fake
+def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total):
+    def like(x: Tensor | None) -> Tensor:
+        return total.new_empty(0) if x is None else x.new_empty(x.shape)
+
+    return like(q), like(k), like(lam), like(g), like(ks), *(x.new_empty(x.shape) for x in final)
+
+
+def _setup(ctx, inputs, output):
+    q, k, lam, g, ks, *state, cu_seqlens, ctx.tile = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, lam, g, ks, cu_seqlens, *output[1:], *state[1:])
+
+
+def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
+    q, k, lam, g, ks, cu_seqlens, *rest = ctx.saved_tensors
+    final, before, total, (mean, weight) = rest[:3], rest[3:6], rest[6], rest[7:]
+    if grad is None:
+        grad = torch.zeros_like(q)
+    dq, dk, dlam, dg, dks, N, r, rho = ccq_backward(
+        q, k, lam, g, ks, cu_seqlens, ctx.tile, grad, dcovariance, dmean, dweight, before, final, total
+    )
+    dstate = (None, None, None)
+    if mean is not None:  # the state is a key of weight w at μ, with a spread C of its own
+        x = mean - final[1]
+        pull = ((N + N.mT) @ x.unsqueeze(-1)).squeeze(-1)
+        dmu = weight.unsqueeze(-1) * (pull - r)
+        if dmean is not None:  # a row that stays empty hands its mean on
+            dmu = torch.where(final[2].unsqueeze(-1) > 0, dmu, dmean)
+        dstate = (N, dmu, (x * (0.5 * pull - r)).sum(-1) + rho)
+    return dq, dk, dlam, None if g is None else dg, None if ks is None else dks, *dstate, None, None
+
+
+ccq_forward.register_autograd(_backward, setup_context=_setup)
