@@ -13,12 +13,16 @@ def option_defaults(options: type) -> dict[str, Any]:
 
 
 def build_options(owner: str, options: type, given: Mapping[str, Any]) -> Any:
-    """``options(**given)``; an option that does not exist is a ValueError that names those that do."""
+    """``options(**given)``, a whole number taken for a float as JSON writes it; ValueError for an option that does not exist."""
     known = option_defaults(options)
+    check_known(owner, given, known)
+    return options(**{name: float(value) if type(value) is int and type(known[name]) is float else value for name, value in given.items()})
+
+
+def check_known(owner: str, given: Collection[str], known: Collection[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ValueError(f"{owner} has no option {', '.join(map(repr, unknown))}; it has: {', '.join(known) or 'none'}")
-    return options(**given)
 
 
 def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:

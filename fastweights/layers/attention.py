@@ -12,9 +12,9 @@ from torch import nn
 from fastweights import ops
 from fastweights.layers.conv import ShortConv
 from fastweights.layers.norm import RMSNorm
-from fastweights.layers.place import positions
+from fastweights.layers.place import check_hidden, positions
 from fastweights.notation import CuSeqlens, Hidden, MemoryState
-from fastweights.options import option_defaults
+from fastweights.options import check_known, option_defaults
 from fastweights.read import READ_RULES
 from fastweights.write import WRITE_RULES
 
@@ -69,10 +69,7 @@ class FastWeightAttention(nn.Module):
         self.key_size, self.value_size = num_heads * self.head_k_dim, num_value_heads * self.head_v_dim
 
         write, read = parse_mixer(mixer)
-        known = mixer_options(mixer)
-        unknown = [name for name in rule_options if name not in known]
-        if unknown:
-            raise ValueError(f"mixer {mixer!r} has no option {', '.join(map(repr, unknown))}; it has: {', '.join(known) or 'none'}")
+        check_known(f"mixer {mixer!r}", rule_options, mixer_options(mixer))
         read_options = {name.removeprefix(f"{read}_"): rule_options.pop(name) for name in list(rule_options) if name.startswith(f"{read}_")}
 
         self.qkv_proj = nn.Linear(hidden_size, 2 * self.key_size + self.value_size, bias=False)
@@ -95,19 +92,21 @@ class FastWeightAttention(nn.Module):
         """The state before the first token of ``rows`` sequences; device and dtype (of the convolution's part) default to the weights'."""
         device = self.qkv_proj.weight.device if device is None else device
         dtype = self.qkv_proj.weight.dtype if dtype is None else dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         return MemoryState(
-            memory=torch.zeros(rows, self.num_value_heads, self.head_k_dim, self.head_v_dim, device=device, dtype=torch.float32),
+            memory=torch.zeros(rows, self.num_value_heads, self.head_k_dim, self.head_v_dim, device=device, dtype=wide),
             conv=self.conv.initial_state(rows, device, dtype),
             place=torch.zeros(rows, device=device, dtype=torch.int64),
-            read=self.read.initial_state(rows, device),
+            read=self.read.initial_state(rows, device, wide),
         )
 
     def forward(self, x: Hidden, *, state: MemoryState | None = None, cu_seqlens: CuSeqlens | None = None) -> tuple[Hidden, MemoryState]:
         """``x [B, T, D] -> y [B, T, D]`` and the state after it, which shares no storage with the given one.
 
         With ``cu_seqlens [documents + 1]``, B is 1 and the documents in x are apart; ``state`` then has one row a document.
-        Raises ValueError for shapes that do not fit.
+        Raises ValueError for operands that do not fit.
         """
+        check_hidden(x, self.hidden_size)
         memory, conv, place, read = (None, None, None, None) if state is None else state
         position, place = positions(x, place, cu_seqlens)
         qkv, conv = self.conv(self.qkv_proj(x), state=conv, cu_seqlens=cu_seqlens)

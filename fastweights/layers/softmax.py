@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.layers.place import positions
+from fastweights.layers.place import check_hidden, positions
 from fastweights.notation import CuSeqlens, Hidden
 
 EMPTY = -1
@@ -65,7 +65,9 @@ class SoftmaxAttention(nn.Module):
         """``x [B, T, D] -> y [B, T, D]`` and the state after it, which shares no storage with the given one.
 
         With ``cu_seqlens [documents + 1]``, B is 1 and the documents in x are apart; ``state`` then has one row a document.
+        Raises ValueError for operands that do not fit.
         """
+        check_hidden(x, self.hidden_size)
         position, place = positions(x, None if state is None else state.place, cu_seqlens)
         q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
         q, k = _rotate(q, position, self.rope_theta), _rotate(k, position, self.rope_theta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fastweights.options import build_options
 from fastweights.precision import Float32Module
 
 
+@runtime_checkable  # the shape checker of the tests asks
 class Write(Protocol):
     """What a read needs to know of the write rule it is paired with."""
 
@@ -34,7 +35,7 @@ class ReadRule(Float32Module):
         super().__init__()
         self.options = build_options(f"read rule {self.name!r}", self.Options, options)
 
-    def initial_state(self, rows: int, device: torch.device | str | None = None) -> CCQState | None:
+    def initial_state(self, rows: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> CCQState | None:
         """The state before the first token; None for a rule that keeps none."""
         raise NotImplementedError
 

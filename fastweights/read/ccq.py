@@ -78,10 +78,9 @@ class CCQ(ReadRule):
         if self.log_strength is not None:
             nn.init.zeros_(self.log_strength)
 
-    def initial_state(self, rows, device=None) -> CCQState:
+    def initial_state(self, rows, device=None, dtype=torch.float32) -> CCQState:
         H, K = self.num_heads, self.head_k_dim
-        zeros = {"device": device, "dtype": torch.float32}
-        return CCQState(torch.zeros(rows, H, K, K, **zeros), torch.zeros(rows, H, K, **zeros), torch.zeros(rows, H, **zeros))
+        return CCQState(*(torch.zeros(rows, H, *shape, device=device, dtype=dtype) for shape in ((K, K), (K,), ())))
 
     def strength(self, q: Query, query_scale: PerHead | None) -> PerHead:
         """λ ``[B, T, Hk]``, float32."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.nn import functional as F
 
 from fastweights.notation import Coefficients
 from fastweights.precision import Float32Linear, at_least_float32
@@ -39,8 +38,8 @@ class Longhorn(WriteRule):
 
     def forward(self, x, k, v, position) -> Coefficients:
         log_decay, _ = self.decay(x)
-        log_beta = F.logsigmoid(self.beta_proj(x))
+        # 1/β = 1 + exp(−logit). Where that would overflow, nothing is written and no gradient is due.
+        inverse_beta = 1 + (-self.beta_proj(x)).clamp(max=60).exp()
         squared = at_least_float32(k).square().sum(-1).repeat_interleave(self.num_value_heads // self.num_heads, dim=2)
-        # 1/n = √(β/(1+β‖k‖²)), from log β: β itself may round to 0, where √β has no gradient.
-        inverse_n = (0.5 * log_beta).exp() * torch.rsqrt(1 + log_beta.exp() * squared)
+        inverse_n = torch.rsqrt(squared + inverse_beta)
         return Coefficients(log_decay=log_decay, key_scale=inverse_n, value_scale=inverse_n)
