@@ -19,7 +19,7 @@ LayerState = MemoryState | SoftmaxState
 class FastWeightsCache(Cache):
     """The state of every layer: memories, convolutions, places and CCQ's moments, or a softmax layer's keys and values.
 
-    One row a sequence (or, after packed input, a document). The size does not grow with the text, except in softmax layers. Each call of the
+    One row a sequence or, after packed input, a document. The size does not grow with the text, except in softmax layers. Each call of the
     model replaces the states and never writes into their tensors. A memory does not keep what it overwrites, so `crop` cannot take tokens
     back: take a `copy` before tokens that may have to go.
     """

@@ -13,6 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from fastweights.layers import FastWeightAttention, SoftmaxAttention, mixer_options
+from fastweights.ops.dispatch import BACKENDS
 
 FORMAT_VERSION = 1
 """Of saved folders. It rises when an old folder would otherwise load and mean something else."""
@@ -154,6 +155,8 @@ class FastWeightsConfig(PreTrainedConfig):
                 f"num_hidden_layers={self.num_hidden_layers} and vocab_size={self.vocab_size} must be positive, "
                 f"intermediate_size={self.intermediate_size} not negative"
             )
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
         with torch.device("meta"):
             for mixer in dict.fromkeys(self.mixers):
                 self.build_mixer(self.mixers.index(mixer))
@@ -162,8 +165,8 @@ class FastWeightsConfig(PreTrainedConfig):
         """Every option of the mixers in use, with its default."""
         options: dict[str, object] = {}
         for mixer in dict.fromkeys(self.mixers):
-            if mixer != "softmax":
-                options |= mixer_options(mixer)
+            for name, default in {} if mixer == "softmax" else mixer_options(mixer).items():
+                assert options.setdefault(name, default) == default, f"rules that share the option {name} must share its default"
         return options
 
     def _refuse_unknown(self, kwargs: dict[str, Any]) -> None:
@@ -191,11 +194,10 @@ class FastWeightsConfig(PreTrainedConfig):
 
 def _head_size(name: str, expand: float, hidden_size: int, heads: int) -> int:
     size = expand * hidden_size / heads
-    if not size >= 1 or size != int(size):
-        raise ValueError(
-            f"{name}={expand} · hidden_size={hidden_size} / {heads} heads = {size:g} is not a head size; it must be a positive integer"
-        )
-    return int(size)
+    if round(size) < 1 or abs(size - round(size)) > 1e-6:
+        where = f"{name}={expand} · hidden_size={hidden_size} / {heads} heads"
+        raise ValueError(f"{where} = {size:g} is not a head size; it must be a positive integer")
+    return round(size)
 
 
 AutoConfig.register(FastWeightsConfig.model_type, FastWeightsConfig, exist_ok=True)

@@ -144,6 +144,8 @@ class FastWeightsModel(FastWeightsPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, FastWeightsCache):
             raise ValueError(f"cache is a {type(cache).__name__}; this model needs a FastWeightsCache(config)")
+        if cache is not None and len(cache) != len(self.layers):
+            raise ValueError(f"the cache holds {len(cache)} layers and the model has {len(self.layers)}; make it of the model's config")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return FastWeightsCache(self.config) if cache is None and use_cache else cache
@@ -257,6 +259,9 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             kind = generation_config.cache_implementation
             raise ValueError(f"cache_implementation={kind!r} is not supported: the state has one form of its own; leave the argument out")
+        mask = model_kwargs.get("attention_mask")
+        if generation_config.prefill_chunk_size is not None and mask is not None and not mask[:, -1].all():
+            raise ValueError("prefill_chunk_size needs prompts padded on the left: a last chunk of padding alone has no output to go on from")
         if model_kwargs.get(CACHE) is not None:
             model_kwargs[CACHE]._is_user_defined = True  # transformers asks before it drops the cache
         elif generation_config.use_cache is not False:

@@ -1,0 +1,69 @@
+"""Models of a few thousand parameters, and how right a result must be."""
+
+import torch
+
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.read import READ_RULES
+from fastweights.write import WRITE_RULES
+
+ALL_RULES = [f"{write}+{read}" for write in WRITE_RULES for read in READ_RULES]
+HYBRIDS = {
+    "softmax": {"mixer": "softmax"},
+    "sliding": {"mixer": "softmax", "window_size": 5},
+    "hybrid": {"mixer": ["kla+ccq", "softmax"], "window_size": 5},
+    "two rules": {"mixer": ["gla+ccq", "gated_deltanet"]},
+    "all of CCQ": {"mixer": "kla+ccq", "ccq_forget": "memory", "ccq_strength": "learned", "ccq_unit_keys": True},
+    "1/t": {"mixer": "kla", "sequence_factor": "1/t"},
+    "grouped, no conv, no MLP": {"mixer": "kla+ccq", "num_value_heads": 4, "conv_size": 0, "intermediate_size": 0},
+}
+EVERY_KIND = {rules: {"mixer": rules} for rules in ALL_RULES} | HYBRIDS
+"""Name -> arguments of the config: every write with every read, and everything else a model can be made of."""
+SOME_KINDS = {name: EVERY_KIND[name] for name in ("kla+ccq", "gla+raw", "hybrid", "sliding", "1/t")}
+"""One of each sort of state, for what does not depend on the rule."""
+
+VOCABULARY = 61
+
+
+def tiny_config(**arguments) -> FastWeightsConfig:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0, "intermediate_size": 48}
+    # Weights as large as a trained model's: at 0.02 logits are nearly flat, and a wrong state would hardly show.
+    return FastWeightsConfig(**{"vocab_size": VOCABULARY, "initializer_range": 0.3} | sizes | arguments)
+
+
+def tiny_model(dtype=torch.float32, seed=0, **arguments) -> FastWeightsForCausalLM:
+    """In evaluation mode; the same seed gives the same weights whatever dtype and backend."""
+    torch.manual_seed(seed)
+    model = FastWeightsForCausalLM(tiny_config(**arguments)).eval()
+    for name, parameter in model.named_parameters():
+        if "lambda_weight" in name:  # starts at 0, where λ would not depend on the query
+            torch.nn.init.normal_(parameter)
+    return model.to(dtype)
+
+
+def tokens(*shape, seed=1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(x: torch.Tensor, truth: torch.Tensor) -> float:
+    """Root mean square, relative to the truth's."""
+    truth = truth.double()
+    return ((x.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt()).item()
+
+
+def assert_as_good(candidate: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None:
+    """``candidate`` may be twice as far from the float64 truth as the plain float32 loop is, and 8 ulps more."""
+    allowed = 2 * error(plain, truth) + 8 * torch.finfo(torch.float32).eps
+    assert error(candidate, truth) <= allowed, f"error {error(candidate, truth):.2e}, allowed {allowed:.2e}"
+
+
+class Truth:
+    """The same weights three times: as they are used, as a plain float32 loop, and in float64."""
+
+    def __init__(self, **arguments) -> None:
+        self.model = tiny_model(**arguments)
+        self.plain = tiny_model(backend="reference", **arguments)
+        self.exact = tiny_model(backend="reference", dtype=torch.float64, **arguments)
+
+    def __call__(self, candidate: torch.Tensor, f) -> None:
+        """``candidate`` is as good as ``f(model)`` of the plain loop."""
+        assert_as_good(candidate, f(self.plain), f(self.exact))
