@@ -25,10 +25,6 @@ def operand(*dtypes: torch.dtype) -> tuple[torch.dtype, str]:
     return torch.float32, "tf32" if all(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes) else "tf32x3"
 
 
-def triton_type(dtype: torch.dtype) -> tl.dtype:
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-
-
 def rows_side_by_side(x: Tensor) -> Tensor:
     """x ``[B, T, H, K]`` itself where its last dimension is dense (a slice of a fused projection is), else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,0 +1,232 @@
+"""The ``delta`` family's backward kernels. Letters as in `chunk_forward_triton`; dU, dR, dS are gradients of U, of X (before β), of S.
+
+The forward's walk is repeated to get the memory before each chunk and U. `reverse_kernel` then goes through the chunks from the last to the
+first with dSᵀ in registers, as the forward does with Sᵀ:
+
+    dU = scale · Pᵀ do + exp(g_C − g) ∘ (K̂ dS')          dR = L⁻ᵀ dU
+    dS = exp(g_C) dS' + scale · Q̂ᵀ (exp(g) ∘ do) − K̂ᵀ (β exp(g) ∘ dR)
+
+and `gradient_kernel` makes all the rest of one chunk, every chunk at once. Two [C, C] products carry everything inside a chunk:
+E = (do Uᵀ) for the scores and F = −(dR Uᵀ) for A, both under the decays. The decay's gradient needs no product of its own: what multiplies
+exp(g_t) by a query or as an error's key raises g_t, what multiplies exp(−g_j) as a written key lowers g_j.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, join, last_of, numbers, plan, walk
+from fastweights.ops.tiles_triton import first_piece, locate, padded
+
+
+@triton.jit
+def reverse_kernel(
+    q, k, do, inverse, rates, start, dstart, dstates, dr, owner, bounds, T, SEGMENT, H, G, K, V,
+    q_batch, q_token, q_head, k_batch, k_token, k_head,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Go back through one segment with BV columns of dS.
+
+    With ``dstates``: keep the gradient of the memory after each chunk ``[chunks, H, K, V]`` and dR ``[B, T, H, V]``, and leave that of the
+    row's first memory in ``dstart [R, H, K, V]``. Without: only what the segment itself adds, into ``dstart [segments, H, K, V]``.
+    """
+    DOT: tl.constexpr = inverse.dtype.element_ty
+    tile = tl.program_id(0) % NV
+    h = tl.program_id(0) // NV % H
+    segment = (tl.program_id(0) // NV // H).to(tl.int64)
+    row, batch, first, last, begin, stop = locate(segment, owner, bounds, T, SEGMENT)
+    if (first >= stop) & (first > begin):
+        return
+    kk = tl.arange(0, BK)
+    vv = tile * BV + tl.arange(0, BV)
+    i = tl.arange(0, C)
+    inside = (kk < K)[None, :] & (vv < V)[:, None]
+    place = kk[None, :] * V + vv[:, None]
+    dS = tl.zeros([BV, BK], tl.float32)
+    if start is not None:
+        dS = tl.load(start + (segment * H + h) * K * V + place, mask=inside, other=0.0)
+
+    chunk = first_piece(row, bounds, T, C) + (first - begin) // C
+    k += batch * k_batch + h // G * k_head + kk[None, :]
+    q += batch * q_batch + h // G * q_head + kk[None, :]
+    count = tl.cdiv(last - first, C).to(tl.int32)
+    for back in tl.range(0, count, num_stages=STAGES):
+        n = count - 1 - back
+        base = (chunk + n) * H + h
+        t = first + n * C + i
+        live = t < last
+        number = rates + base * RATES * C + i
+        there = ((batch * T + t) * H + h)[None, :] * V + vv[:, None]
+        keys = tl.load(k + t[:, None] * k_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
+        queries = tl.load(q + t[:, None] * q_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
+        L = tl.load(inverse + base * C * C + i[:, None] * C + i[None, :])
+        dout = tl.load(do + there, mask=live[None, :] & (vv < V)[:, None], other=0.0).to(DOT)
+        keep = tl.load(rates + base * RATES * C + 8 * C + tl.zeros([BK], tl.int32))
+        P = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        P *= decays(tl.load(number + 6 * C), tl.load(number + 7 * C), C, False) * tl.load(number + 4 * C)[:, None] * tl.load(number + 5 * C)[None, :]
+        now = dS.to(DOT)
+        dU = tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + 2 * C)[None, :]
+        dU = tl.dot(dout, P.to(DOT), dU, input_precision=PRECISION)
+        dR = tl.dot(dU.to(DOT), L, input_precision=PRECISION)
+        if dstates is not None:
+            tl.store(dstates + base * K * V + place, now, mask=inside)
+            tl.store(dr + there, dR.to(DOT), mask=live[None, :] & (vv < V)[:, None])
+        read = (dout.to(tl.float32) * tl.load(number + 3 * C)[None, :]).to(DOT)
+        dS = tl.dot(read, queries, dS * keep[None, :], input_precision=PRECISION)
+        dS = tl.dot((dR * -tl.load(number + C)[None, :]).to(DOT), keys, dS, input_precision=PRECISION)
+
+    if dstates is None:
+        tl.store(dstart + (segment * H + h) * K * V + place, dS, mask=inside)
+    elif first == begin:
+        tl.store(dstart + (row * H + h) * K * V + place, dS, mask=inside)
+
+
+@triton.jit
+def add_up(base, x, tile, tokens, number, H, h, live):
+    """Keep one number a token of this tile of keys, in ``[tiles, tokens, H]``; nothing where nobody asked."""
+    if base is not None:
+        tl.store(base + (tile * tokens + number) * H + h, x, mask=live)
+
+
+@triton.jit
+def gradient_kernel(
+    q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, owner, bounds, tokens, T, H, G, K, V,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, vs_heads, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk and value head, BK columns of q and k: dq, dk ``[B, T, H, K]``, dv, and per token numbers ``[NK, B, T, H]``."""
+    DOT: tl.constexpr = states.dtype.element_ty
+    tile = (tl.program_id(0) % NK).to(tl.int64)
+    h = tl.program_id(0) // NK % H
+    chunk = (tl.program_id(0) // NK // H).to(tl.int64)
+    _, batch, first, last, _, _ = locate(chunk, owner, bounds, T, C)
+    if first >= last:
+        return
+    i = tl.arange(0, C)
+    t = first + i
+    live = t < last
+    number = batch * T + t
+    kk = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    base = chunk * H + h
+    keyed = live[:, None] & (kk < K)[None, :]
+    factor = rates + base * RATES * C + i
+    coarse = tl.load(factor + 6 * C)
+    fine = tl.load(factor + 7 * C)
+    left = tl.exp(coarse + fine)
+    to_end = tl.exp((last_of(coarse, C) - coarse) + (last_of(fine, C) - fine))
+    b = numbers(beta, number, H, h, H, live, 1.0)
+    bv = tl.load(factor)
+    qscale = tl.load(factor + 4 * C)
+    kscale = tl.load(factor + 5 * C)
+
+    E = tl.zeros([C, C], tl.float32)
+    F = tl.zeros([C, C], tl.float32)
+    from_read = tl.zeros([C, BK], tl.float32)  # do Sᵀ
+    from_error = tl.zeros([C, BK], tl.float32)  # dR Sᵀ
+    from_write = tl.zeros([C, BK], tl.float32)  # U dS'ᵀ
+    passed = tl.zeros([BK], tl.float32)  # ⟨S, dS'⟩, row by row
+    read_value = tl.zeros([C], tl.float32)  # dR·v
+    for start in tl.range(0, V, BV, num_stages=STAGES):
+        vv = start + tl.arange(0, BV)
+        there = (number * H + h)[:, None] * V + vv[None, :]
+        valued = live[:, None] & (vv < V)[None, :]
+        memory = base * K * V + kk[:, None] * V + vv[None, :]
+        inside = (kk < K)[:, None] & (vv < V)[None, :]
+        S = tl.load(states + memory, mask=inside, other=0.0)
+        dS = tl.load(dstates + memory, mask=inside, other=0.0)
+        U = tl.load(update + there, mask=valued, other=0.0)
+        dR = tl.load(dr + there, mask=valued, other=0.0)
+        dout = tl.load(do + there, mask=valued, other=0.0).to(DOT)
+        E = tl.dot(dout, tl.trans(U), E, input_precision=PRECISION)
+        F = tl.dot(dR, tl.trans(U), F, input_precision=PRECISION)
+        from_read = tl.dot(dout, tl.trans(S), from_read, input_precision=PRECISION)
+        from_error = tl.dot(dR, tl.trans(S), from_error, input_precision=PRECISION)
+        from_write = tl.dot(U, tl.trans(dS), from_write, input_precision=PRECISION)
+        passed += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        if tile == 0:
+            values = tl.load(v + batch * v_batch + h * v_head + t[:, None] * v_token + vv[None, :], mask=valued, other=0.0)
+            read_value += tl.sum(dR.to(tl.float32) * values.to(tl.float32), 1)
+            tl.store(dv + there, (dR.to(tl.float32) * bv[:, None]).to(dv.dtype.element_ty), mask=valued)
+
+    keys = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
+    queries = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
+    E *= decays(coarse, fine, C, False)
+    F *= -decays(coarse, fine, C, True)
+    in_chunk = tl.dot((F * kscale[None, :]).to(DOT), keys, input_precision=PRECISION)
+    from_read = tl.dot((E * kscale[None, :]).to(DOT), keys, from_read * left[:, None], input_precision=PRECISION)
+    from_write *= to_end[:, None]
+    x = keys.to(tl.float32)
+    y = queries.to(tl.float32)
+    total = tl.sum(tl.sum(from_write * x, 1) * kscale, 0) + last_of(left, C) * tl.sum(passed, 0)  # what raises g at the end of the chunk
+    from_write = tl.dot(tl.trans((E * qscale[:, None]).to(DOT)), queries, from_write, input_precision=PRECISION)
+    from_write = tl.dot(tl.trans((F * (b * kscale)[:, None]).to(DOT)), keys, from_write, input_precision=PRECISION)
+    error = in_chunk - from_error * left[:, None]  # as the key of an error, before β
+
+    dquery = tl.sum(from_read * y, 1)
+    derror = tl.sum(error * x, 1)
+    dwrite = tl.sum(from_write * x, 1)
+    v_scale = numbers(vs, number, vs_heads, h, H, live, 1.0)
+    place = (number * H + h)[:, None] * K + kk[None, :]
+    tl.store(dq + place, (from_read * qscale[:, None]).to(dq.dtype.element_ty), mask=keyed)
+    tl.store(dk + place, ((error * b[:, None] + from_write) * kscale[:, None]).to(dk.dtype.element_ty), mask=keyed)
+    add_up(dqs, dquery * scale, tile, tokens, number, H, h, live)
+    add_up(dks, derror * b + dwrite, tile, tokens, number, H, h, live)
+    add_up(dvs, b * read_value, tile, tokens, number, H, h, live)
+    add_up(dbeta, v_scale * read_value + kscale * derror, tile, tokens, number, H, h, live)
+    rise = qscale * dquery + kscale * (b * derror - dwrite)
+    add_up(dg, tl.cumsum(rise, 0, reverse=True) + total, tile, tokens, number, H, h, live)
+
+
+def backward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles, do, dfinal, inverse, rates, starts, maps):
+    """Gradients in the order of the operands q … state; None for a coefficient that is None. The state's is always there."""
+    (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
+    way = plan(q, k, v, cu_seqlens, tiles)
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = torch.empty(way.chunks.count, H, K, V, dtype=way.dot, device=k.device)
+    update = torch.empty(B, T, H, V, dtype=way.dot, device=k.device)
+    walk(q, k, v, inverse, None, rates, cu_seqlens, way, start=starts if way.split else state, states=states, update=update)
+
+    dstate = rates.new_empty(rows, H, K, V)
+    if way.split:
+        own = rates.new_empty(way.segments.count, H, K, V)
+        reverse(q, k, do, inverse, rates, cu_seqlens, way, dstart=own)
+        dfinal = join(maps, dfinal, cu_seqlens, way, T, rows, V, starts=own)
+    dstates, dr = torch.empty_like(states), torch.empty_like(update)
+    reverse(q, k, do, inverse, rates, cu_seqlens, way, start=dfinal, dstart=dstate, dstates=dstates, dr=dr)
+
+    BK, BV = min(padded(K), tiles.gradient_keys), min(padded(V), tiles.gradient_columns)
+    NK = triton.cdiv(K, BK)
+    wide = q.dtype if H == Hk else torch.float32
+    dq, dk = (torch.empty(B, T, H, K, dtype=wide, device=k.device) for _ in range(2))
+    dv = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
+    dbeta, dg, dks, dvs, dqs = (None if x is None else rates.new_empty(NK, B, T, H) for x in (beta, log_decay, ks, vs, qs))
+    gradient_kernel[(way.chunks.count * H * NK,)](
+        q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, way.chunks.owner, cu_seqlens,
+        B * T, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if vs is None else vs.shape[2], scale,
+        C=tiles.chunk, BK=BK, BV=BV, NK=NK, RATES=RATES, PRECISION=way.precision, STAGES=tiles.gradient_stages, num_warps=tiles.gradient_warps,
+    )  # fmt: skip
+
+    def of_heads(x: Tensor | None, like: Tensor | None) -> Tensor | None:
+        """Sum the tiles of keys, then the value heads that share one number."""
+        if x is None or like is None:
+            return None
+        x = x[0] if NK == 1 else x.sum(0)
+        return x if like.shape[2] == H else x.unflatten(2, (like.shape[2], -1)).sum(3)
+
+    if H != Hk:
+        dq, dk = (x.unflatten(2, (Hk, -1)).sum(3).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, of_heads(dbeta, beta), of_heads(dg, log_decay), of_heads(dks, ks), of_heads(dvs, vs), of_heads(dqs, qs), dstate
+
+
+def reverse(q, k, do, inverse, rates, cu_seqlens, way: Plan, *, start=None, dstart=None, dstates=None, dr=None) -> None:
+    (_, T, Hk, K), (H, V) = k.shape, do.shape[2:]
+    BV = min(padded(V), way.tiles.columns)
+    NV = triton.cdiv(V, BV)
+    reverse_kernel[(way.segments.count * H * NV,)](
+        q, k, do, inverse, rates, start, dstart, dstates, dr, way.segments.owner, cu_seqlens, T, way.segments.size, H, H // Hk, K, V,
+        *q.stride()[:3], *k.stride()[:3], C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, RATES=RATES,
+        PRECISION=way.precision, STAGES=way.tiles.stages, num_warps=way.tiles.warps,
+    )  # fmt: skip

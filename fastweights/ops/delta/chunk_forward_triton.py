@@ -1,0 +1,336 @@
+"""The ``delta`` family's forward kernels, and the walk that the backward repeats.
+
+Inside a chunk of C tokens let g be the running sum of log decays, S the memory before the chunk, U the values it adds (one row a token):
+
+    A[t, j] = β_t exp(g_t − g_j) k̂_tᵀk̂_j  for j < t        L = I + A
+    X = β ∘ (V̂ − exp(g) ∘ K̂ S)                              U = L⁻¹ X
+    o = scale · (exp(g) ∘ Q̂ S + P U),  P[t, j] = exp(g_t − g_j) q̂_tᵀk̂_j for j ≤ t
+    S' = exp(g_C) S + K̂ᵀ (exp(g_C − g) ∘ U)
+
+`prepare_kernel` makes L⁻¹ and P of all chunks at once, and folds the scales into numbers per token (``rates``), so that the walk multiplies
+the keys as they came. `walk_kernel` goes through the chunks of a row with Sᵀ in registers, transposed so that each product's result is the
+next one's left operand and never leaves the registers. Every exponent is ≤ 0.
+
+A row too long for the card to fill is cut into segments. A chunk's map S → S' is affine, so a first walk gives each segment's map M S + D
+(from S = I without values, and from S = 0 with them), `join_kernel` runs the maps one after the other, and a second walk starts each segment
+right.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.ops.tiles_triton import Pieces, cut, first_piece, locate, operand, padded, unit_lower_inverse
+
+RATES = 9
+"""Numbers kept per token and value head, in this order: the factor of v in X, of Sᵀk in X, of U in the write, of Sᵀq in o, of q, of k; g's two
+parts; and what the chunk leaves of the memory, the same for every token."""
+
+
+@triton.jit
+def numbers(base, token, heads, h, H, live, other):
+    """One number a token for value head h, from ``[tokens, heads]`` (heads is Hk or Hv); ``other`` where there is none."""
+    if base is None:
+        return tl.where(live, other, other)
+    else:
+        return tl.load(base + token * heads + h * heads // H, mask=live, other=other)
+
+
+@triton.jit
+def running(log_decay):
+    """The running sum of log decays as coarse + fine: sums of sixteenths are exact, so differences keep their digits next to a decay of −50."""
+    log_decay = tl.maximum(log_decay, -1e4)  # exp is 0 there, and −∞ − (−∞) would be no number
+    coarse = tl.floor(log_decay * 16) / 16
+    return tl.cumsum(coarse, 0), tl.cumsum(log_decay - coarse, 0)
+
+
+@triton.jit
+def decays(coarse, fine, C: tl.constexpr, STRICT: tl.constexpr):
+    """``exp(g_t − g_j)`` for j ≤ t (STRICT: j < t), else 0."""
+    i = tl.arange(0, C)
+    keep = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
+    return tl.exp(tl.where(keep, (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :]), -float("inf")))
+
+
+@triton.jit
+def last_of(x, C: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0), 0)
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, owner, bounds, T, H, G, K, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    ks_heads, vs_heads, scale, C: tl.constexpr, BK: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """L⁻¹ and P ``[chunks, H, C, C]`` and the rates ``[chunks, H, RATES, C]`` of one chunk and value head."""
+    h = tl.program_id(0) % H
+    chunk = (tl.program_id(0) // H).to(tl.int64)
+    _, batch, first, last, _, _ = locate(chunk, owner, bounds, T, C)
+    if first >= last:
+        return
+    i = tl.arange(0, C)
+    t = first + i
+    live = t < last
+    number = batch * T + t
+    b = numbers(beta, number, H, h, H, live, 1.0)
+    kscale = numbers(ks, number, ks_heads, h, H, live, 1.0)
+    vscale = numbers(vs, number, vs_heads, h, H, live, 1.0)
+    qscale = numbers(qs, number, H // G, h, H, live, 1.0) * scale
+    coarse, fine = running(numbers(log_decay, number, H, h, H, live, 0.0))
+    left = tl.exp(coarse + fine)
+    to_end = tl.exp((last_of(coarse, C) - coarse) + (last_of(fine, C) - fine))
+
+    gram = tl.zeros([C, C], tl.float32)
+    P = tl.zeros([C, C], tl.float32)
+    for start in tl.range(0, K, BK):
+        kk = start + tl.arange(0, BK)
+        mask = live[:, None] & (kk < K)[None, :]
+        x = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=mask, other=0.0)
+        x = x.to(inverse.dtype.element_ty)
+        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        y = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=mask, other=0.0)
+        P = tl.dot(y.to(x.dtype), tl.trans(x), P, input_precision=PRECISION)
+
+    base = chunk * H + h
+    square = base * C * C + i[:, None] * C + i[None, :]
+    P *= decays(coarse, fine, C, False) * qscale[:, None] * kscale[None, :]
+    tl.store(scores + square, P.to(scores.dtype.element_ty))
+    A = gram * decays(coarse, fine, C, True) * (b * kscale)[:, None] * kscale[None, :]
+    tl.store(inverse + square, unit_lower_inverse(A, C).to(inverse.dtype.element_ty))
+    row = rates + base * RATES * C + i
+    tl.store(row, tl.where(live, b * vscale, 0.0))
+    tl.store(row + C, tl.where(live, b * left * kscale, 0.0))
+    tl.store(row + 2 * C, tl.where(live, to_end * kscale, 0.0))
+    tl.store(row + 3 * C, tl.where(live, left * qscale, 0.0))
+    tl.store(row + 4 * C, qscale)
+    tl.store(row + 5 * C, kscale)
+    tl.store(row + 6 * C, coarse)
+    tl.store(row + 7 * C, fine)
+    tl.store(row + 8 * C, tl.where(i >= 0, last_of(left, C), 0.0))
+
+
+@triton.jit
+def walk_kernel(
+    q, k, v, inverse, scores, rates, start, o, final, states, update, owner, bounds, T, SEGMENT, H, G, K, V,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, NK: tl.constexpr, RATES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Go through one segment with BV columns of the memory.
+
+    With ``o``: read, and leave the memory after each row in ``final [R, H, K, V]``. With ``states``: keep the memory before each chunk
+    ``[chunks, H, K, V]`` and U ``[B, T, H, V]``. With neither (NK > 0): the segment's affine map (M, D) into ``final [segments, H, K, K + V]``.
+    """
+    DOT: tl.constexpr = inverse.dtype.element_ty
+    tile = tl.program_id(0) % (NV + NK)
+    h = tl.program_id(0) // (NV + NK) % H
+    segment = (tl.program_id(0) // (NV + NK) // H).to(tl.int64)
+    row, batch, first, last, begin, stop = locate(segment, owner, bounds, T, SEGMENT)
+    if (first >= stop) & (first > begin):
+        return
+    kk = tl.arange(0, BK)
+    i = tl.arange(0, C)
+    vv = tl.where(tile < NV, tile, tile - NV) * BV + tl.arange(0, BV)
+    of_values = vv < tl.where(tile < NV, V, 0)
+    inside = (kk < K)[None, :] & (vv < V)[:, None]
+    place = kk[None, :] * V + vv[:, None]
+    S = tl.zeros([BV, BK], tl.float32)
+    if NK > 0:
+        S = tl.where((tile >= NV) & (vv[:, None] == kk[None, :]), 1.0, S)
+    elif start is not None:
+        S = tl.load(start + (segment * H + h) * K * V + place, mask=inside, other=0.0)
+
+    chunk = first_piece(row, bounds, T, C) + (first - begin) // C
+    k += batch * k_batch + h // G * k_head + kk[None, :]
+    q += batch * q_batch + h // G * q_head + kk[None, :]
+    v += batch * v_batch + h * v_head + vv[:, None]
+    square = i[:, None] * C + i[None, :]
+    for n in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
+        base = (chunk + n) * H + h
+        t = first + n * C + i
+        live = t < last
+        number = rates + base * RATES * C + i
+        keys = tl.load(k + t[:, None] * k_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
+        values = tl.load(v + t[None, :] * v_token, mask=live[None, :] & of_values[:, None], other=0.0).to(tl.float32)
+        L = tl.load(inverse + base * C * C + square)
+        keep = tl.load(rates + base * RATES * C + 8 * C + tl.zeros([BK], tl.int32))
+        now = S.to(DOT)
+        X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]
+        U = tl.dot(X.to(DOT), tl.trans(L), input_precision=PRECISION)
+        there = ((batch * T + t) * H + h)[None, :] * V + vv[:, None]
+        if o is not None:
+            queries = tl.load(q + t[:, None] * q_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
+            P = tl.load(scores + base * C * C + square)
+            out = tl.dot(now, tl.trans(queries), input_precision=PRECISION) * tl.load(number + 3 * C)[None, :]
+            out = tl.dot(U.to(DOT), tl.trans(P), out, input_precision=PRECISION)
+            tl.store(o + there, out.to(o.dtype.element_ty), mask=live[None, :] & of_values[:, None])
+        if states is not None:
+            tl.store(states + base * K * V + place, now, mask=inside)
+            tl.store(update + there, U.to(DOT), mask=live[None, :] & of_values[:, None])
+        write = (U * tl.load(number + 2 * C)[None, :]).to(DOT)
+        S = tl.dot(write, keys, S * keep[None, :], input_precision=PRECISION)
+
+    if NK > 0:
+        columns = tl.where(tile < NV, V, K)
+        there = final + (segment * H + h) * K * (K + V) + kk[None, :] * (K + V) + vv[:, None] + tl.where(tile < NV, K, 0)
+        tl.store(there, S, mask=(kk < K)[None, :] & (vv < columns)[:, None])
+    elif final is not None:
+        if last == stop:
+            tl.store(final + (row * H + h) * K * V + place, S, mask=inside)
+
+
+@triton.jit
+def join_kernel(
+    maps, start, starts, bounds, T, SEGMENT, H, K, V,
+    BK: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr, NV: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The memory each segment starts from, ``starts [segments, H, K, V]``, given ``start [R, H, K, V]``: S ← M S + D from one to the next.
+
+    REVERSE: the gradient that reaches each segment's end, given that of the row's end: S ← Mᵀ S + D from the last to the first, where
+    ``starts`` holds each segment's own D.
+    """
+    tile = tl.program_id(0) % NV
+    h = tl.program_id(0) // NV % H
+    row = (tl.program_id(0) // NV // H).to(tl.int64)
+    kk = tl.arange(0, BK)
+    vv = tile * BV + tl.arange(0, BV)
+    part = tl.arange(0, PART)
+    inside = (kk < K)[:, None] & (vv < V)[None, :]
+    place = kk[:, None] * V + vv[None, :]
+    segment = first_piece(row, bounds, T, SEGMENT)
+    if bounds is None:
+        count = tl.maximum(tl.cdiv(T, SEGMENT), 1)
+    else:
+        count = tl.maximum(tl.cdiv((tl.load(bounds + row + 1) - tl.load(bounds + row)).to(tl.int32), SEGMENT), 1)
+    S = tl.zeros([BK, BV], tl.float32)
+    if start is not None:
+        S = tl.load(start + (row * H + h) * K * V + place, mask=inside, other=0.0)
+    for n in range(count):
+        base = (segment + (count - 1 - n if REVERSE else n)) * H + h
+        M = maps + base * K * (K + V)
+        here = starts + base * K * V
+        if REVERSE:
+            D = tl.load(here + place, mask=inside, other=0.0)
+        else:
+            D = tl.load(M + K + kk[:, None] * (K + V) + vv[None, :], mask=inside, other=0.0)
+        tl.debug_barrier()
+        tl.store(here + place, S, mask=inside)
+        tl.debug_barrier()  # other threads of this program read the store above, a part at a time
+        S = D
+        for p in range(0, K, PART):
+            some = p + part < K
+            if REVERSE:
+                m = tl.load(M + (p + part)[None, :] * (K + V) + kk[:, None], mask=some[None, :] & (kk < K)[:, None], other=0.0)
+            else:
+                m = tl.load(M + kk[:, None] * (K + V) + (p + part)[None, :], mask=some[None, :] & (kk < K)[:, None], other=0.0)
+            s = tl.load(here + (p + part)[:, None] * V + vv[None, :], mask=some[:, None] & (vv < V)[None, :], other=0.0)
+            S = tl.dot(m, s, S, input_precision="tf32x3")
+
+
+class Tiles(NamedTuple):
+    """How one call is cut up. A small table of these (`fastweights.ops.delta.chunk_triton.TILES`) stands in for autotuning."""
+
+    chunk: int
+    """C: 16, 32 or 64."""
+    columns: int
+    """Columns of the memory that one program of a walk holds, at most: a power of two, at least 16."""
+    warps: int
+    """Warps of a walk."""
+    stages: int
+    """Chunks whose loads a walk has in flight."""
+    gradient_keys: int
+    """Columns of q and k in one program of the gradient kernel, at most."""
+    gradient_columns: int
+    """Columns of v in one step of the gradient kernel, at most."""
+    gradient_warps: int
+    gradient_stages: int
+    segment: int = 0
+    """Tokens of a segment, a multiple of C; 0 picks it from the size of the call."""
+
+
+PROGRAMS = 128
+"""Walks a call is split into where its rows and heads are fewer: about one for each multiprocessor of an H200."""
+
+
+def segment_size(rows: int, tokens: int, heads: int, values: int, tiles: Tiles) -> int:
+    """Tokens of a segment; more than ``tokens`` where rows are not split."""
+    whole = -(-(tokens + 1) // tiles.chunk) * tiles.chunk
+    if tiles.segment:
+        return min(tiles.segment, whole)
+    walks = rows * heads * -(-values // min(padded(values), tiles.columns))
+    parts = min(PROGRAMS // max(walks, 1), tokens // (8 * tiles.chunk))
+    return whole if parts < 2 else -(-tokens // (parts * tiles.chunk)) * tiles.chunk
+
+
+class Plan(NamedTuple):
+    """What every kernel of a call is told."""
+
+    chunks: Pieces
+    segments: Pieces
+    split: bool
+    tiles: Tiles
+    dot: torch.dtype
+    precision: str
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, tiles: Tiles) -> Plan:
+    B, T, H, V = v.shape
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    size = segment_size(rows, B * T if cu_seqlens is not None else T, H, V, tiles)
+    return Plan(cut(B, T, tiles.chunk, cu_seqlens), cut(B, T, size, cu_seqlens), size <= T, tiles, *operand(q.dtype, k.dtype, v.dtype))
+
+
+def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles):
+    """``o``, the final state, and for the backward: L⁻¹, the rates, and where rows are split each segment's start and map (else empty)."""
+    (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
+    way = plan(q, k, v, cu_seqlens, tiles)
+    C, chunks = tiles.chunk, way.chunks.count
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    inverse = torch.empty(chunks, H, C, C, dtype=way.dot, device=k.device)
+    scores = torch.empty_like(inverse)
+    rates = torch.empty(chunks, H, RATES, C, dtype=torch.float32, device=k.device)
+    prepare_kernel[(chunks * H,)](
+        q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, way.chunks.owner, cu_seqlens, T, H, H // Hk, K, *q.stride()[:3], *k.stride()[:3],
+        0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale,
+        C=C, BK=min(padded(K), 64), RATES=RATES, PRECISION=way.precision, num_warps=4,
+    )  # fmt: skip
+    starts, maps = rates.new_empty(0), rates.new_empty(0)
+    if way.split:
+        maps = rates.new_empty(way.segments.count, H, K, K + V)
+        walk(q, k, v, inverse, None, rates, cu_seqlens, way, final=maps)
+        starts = join(maps, state, cu_seqlens, way, T, rows, V)
+    o = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
+    final = rates.new_empty(rows, H, K, V)
+    walk(q, k, v, inverse, scores, rates, cu_seqlens, way, start=starts if way.split else state, o=o, final=final)
+    return o, final, inverse, rates, starts, maps
+
+
+def walk(q, k, v, inverse, scores, rates, cu_seqlens, way: Plan, *, start=None, o=None, final=None, states=None, update=None) -> None:
+    (_, T, Hk, K), (H, V) = k.shape, v.shape[2:]
+    BV = min(padded(V), way.tiles.columns)
+    NV = triton.cdiv(V, BV)
+    NK = triton.cdiv(K, BV) if o is None and states is None else 0
+    walk_kernel[(way.segments.count * H * (NV + NK),)](
+        q, k, v, inverse, scores, rates, start, o, final, states, update, way.segments.owner, cu_seqlens, T, way.segments.size, H, H // Hk, K, V,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, NK=NK, RATES=RATES,
+        PRECISION=way.precision, STAGES=way.tiles.stages, num_warps=way.tiles.warps,
+    )  # fmt: skip
+
+
+def join(maps, start, cu_seqlens, way: Plan, T: int, rows: int, V: int, starts: Tensor | None = None) -> Tensor:
+    """Run the segments' maps one after the other; given ``starts`` (each segment's own part of the gradient), backward and in place."""
+    segments, H, K = maps.shape[:3]
+    reverse = starts is not None
+    starts = maps.new_empty(segments, H, K, V) if starts is None else starts
+    BV = min(padded(V), 16)
+    NV = triton.cdiv(V, BV)
+    join_kernel[(rows * H * NV,)](
+        maps, start, starts, cu_seqlens, T, way.segments.size, H, K, V, BK=padded(K), BV=BV, PART=min(padded(K), 32), NV=NV, REVERSE=reverse, num_warps=4
+    )
+    return starts
