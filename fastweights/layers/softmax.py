@@ -88,7 +88,8 @@ class SoftmaxAttention(nn.Module):
         q, k_heads, v_heads = (t.transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k_heads, v_heads, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
         kept = 0 if self.window_size is None else max(0, k.shape[1] - (self.window_size - 1))
-        return o, *(t[:, kept:].clone() for t in (k, v, key_place))
+        # The past was concatenated, so nothing here is the caller's; a clone lets the keys that left the window be freed.
+        return o, *(t[:, kept:].clone() if kept else t for t in (k, v, key_place))
 
     def _visible(self, position: Int[Tensor, "R T"], key_place: Int[Tensor, "R S"]) -> Tensor:
         """May the query at each position see each key? ``[R, T, S]``."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights import ops
-from fastweights.notation import CCQState, Coefficients, PerHead, Query
+from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, PerHead, Query
 from fastweights.options import check_between, check_choice
 from fastweights.precision import at_least_float32
 from fastweights.read.base import ReadRule, Write, as_written
@@ -39,7 +39,8 @@ class CCQ(ReadRule):
         strength: str = "paper"
         """``paper``: λ = σ(…) < 1. ``learned``: λ = √K·exp(s)·σ(…), one s a key head, 0 at first; may leave the contraction."""
         unit_keys: bool | None = None
-        """Σ of k/√(‖k‖²+ε) instead of the key as written. None: only where the write rule does not bound its keys."""
+        """Σ of k/√(‖k‖²+ε) instead of the key as written. None: only where the write rule does not bound its keys. Where the rule writes
+        k/√(‖k‖²+ε) already, it is the same."""
         eps: float = 1e-6
         """ε of unit keys, added to the sum of squares."""
 
@@ -49,6 +50,11 @@ class CCQ(ReadRule):
             check_choice("ccq_strength", self.strength, ("paper", "learned"))
             check_choice("ccq_unit_keys", self.unit_keys, (True, False, None))
             check_between("ccq_eps", self.eps, 0.0, float("inf"), open_ends=True)
+
+    watched: bool = False
+    """Set it, and every forward leaves the largest λ·tr Σ over its tokens and heads in `lambda_times_trace`. Costs nothing while False."""
+    lambda_times_trace: Tensor | None = None
+    """A bound on λ‖Σ‖: I − λΣ contracts while it is ≤ 2. With ``strength="learned"`` λ may grow past that."""
 
     def __init__(self, write: Write, **options) -> None:
         super().__init__(write, **options)
@@ -92,14 +98,40 @@ class CCQ(ReadRule):
         return lam if self.log_strength is None else math.sqrt(self.head_k_dim) * self.log_strength.to(q.dtype).exp() * lam
 
     def forward(self, q, k, coef: Coefficients, *, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, CCQState]:
+        k = k if self.unit_keys else as_written(k, coef)  # a unit key has no length, so key_scale would drop out
+        lam = self.strength(q, coef.query_scale)
+        log_decay = coef.log_decay if self.options.forget == "memory" else None
+        if self.watched and lam.numel():
+            with torch.no_grad():
+                self.lambda_times_trace = (lam * self._trace(k, log_decay, state, cu_seqlens)).amax()
         return ops.ccq_query(
             q,
-            k if self.unit_keys else as_written(k, coef),  # a unit key has no length, so key_scale would drop out
-            self.strength(q, coef.query_scale),
-            log_decay=coef.log_decay if self.options.forget == "memory" else None,
+            k,
+            lam,
+            log_decay=log_decay,
             unit_keys=self.unit_keys,
             eps=self.options.eps,
             state=state,
             cu_seqlens=cu_seqlens,
             backend=backend,
         )
+
+    def _trace(self, k: Key, log_decay: PerHead | None, state: CCQState | None, cu_seqlens: CuSeqlens | None) -> PerHead:
+        """tr Σ_t = mean of ‖k‖² − ‖mean of k‖², ``[B, T, Hk]``.
+
+        The sums are one more decay memory, with a single key channel that is always 1; in float64, where the difference keeps its digits.
+        """
+        k = k.double()
+        if self.unit_keys:
+            k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + self.options.eps)
+        one = torch.ones_like(k[..., :1])
+        sums = torch.cat([one, k, k.square().sum(-1, keepdim=True)], dim=-1)
+        if state is not None:
+            C, mean, w = (part.double() for part in state)
+            w = w.unsqueeze(-1)
+            second = C.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + w * mean.square().sum(-1, keepdim=True)
+            memory = torch.cat([w, w * mean, second], dim=-1).unsqueeze(-2)
+        coef = Coefficients(log_decay=None if log_decay is None else log_decay.double())
+        sums, _ = ops.decay(one, one, sums, coef, state=None if state is None else memory, cu_seqlens=cu_seqlens)
+        w, mean, second = sums[..., 0], sums[..., 1:-1] / sums[..., :1], sums[..., -1]
+        return second / w - mean.square().sum(-1)

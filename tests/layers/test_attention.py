@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layers.mixers import MIXERS, D, H, K, V, build, close, join, tensors_of
 
 from fastweights.layers import FastWeightAttention, mixer_options, parse_mixer
 from fastweights.layers.place import check_hidden, positions
 from fastweights.precision import Float32Module, float32_parameters
+from tests.layers.mixers import MIXERS, D, H, K, V, build, close, join, tensors_of
 
 T = 24
 
@@ -157,7 +157,7 @@ def test_every_parameter_acts(mixer):
 def test_every_dtype_is_finite_forward_and_backward(mixer, dtype):
     """Half precision lies close to float32 with ordinary inputs, and is finite with larger ones.
 
-    Twice as large only where the memory grows with q, k and v alike (``decay`` family) in float16: further on, what it holds is past 65,504.
+    Twice as large only where the output grows with q, k and v alike (``decay`` family) in float16: further on it is past 65,504.
     """
     layer, x = build(mixer), hidden(rows=2, dtype=torch.float32)
     factor = 2 if layer.write.family == "decay" and dtype == torch.float16 else 100
