@@ -190,3 +190,18 @@ def test_no_tokens(name):
     coef = coefficients(rule, x, q, k, v, position)
     o, S = recurrence(rule)(q, k, v, coef)
     assert o.shape == (B, 0, Hv, V) and S.abs().max() == 0
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-3])
+def test_what_epsilon_costs_at_a_zero_key(eps):
+    """docs/rules.md: the write's gradient in k at k = 0 is (η/ε) v, and Gated DeltaNet's (β/√ε) v; exactly so in float32."""
+    x, q, _, v, position = inputs()
+    x, q, v, position = x[:, :1], q[:, :1], v[:, :1], position[:, :1]
+    for name, step in (("kla", 1 / eps), ("gated_deltanet", eps**-0.5)):
+        rule = build(name, eps=eps)
+        k = torch.zeros(B, 1, Hk, K, requires_grad=True)
+        coef = coefficients(rule, x, q, k, v, position)
+        _, S = reference_delta(q, k, v, coef)
+        (gradient,) = torch.autograd.grad(S[:, 0, 0, 0].sum(), k)
+        expected = step * coef.beta[:, 0, 0] * v[:, 0, 0, 0]
+        assert torch.allclose(gradient[:, 0, 0, 0], expected, rtol=1e-5)
