@@ -125,6 +125,7 @@ def _by_value(group: Tensor, asked: Tensor, right: Tensor) -> dict[int, Count]:
     return counts
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """Base of the tasks. Each is a keyword-only frozen dataclass of its parameters; another length is ``dataclasses.replace(task,
     length=…)``."""
@@ -159,7 +160,7 @@ class Task(ABC):
 
     def parameters(self) -> dict[str, Any]:
         """The plain fields, for the rows of a result file."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}  # type: ignore[arg-type]
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:

@@ -1,0 +1,268 @@
+"""One model of a task comparison, from nothing to its result row. Runs in a process of its own or in the caller's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastweights.evaluate.accuracy import accuracy
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
+from fastweights.recipes.settings import Variant
+from fastweights.recipes.task_presets import TaskSettings
+from fastweights.records import provenance
+from fastweights.tasks import Batch, generator
+from fastweights.tasks.base import IGNORE
+from fastweights.tasks.draw import words
+
+CHECKPOINT_SECONDS = 30.0
+"""At least so long between two checkpoints of a run: what a kill may cost."""
+
+Report = Callable[[str, int, int, str], None]
+"""Told (what is being done, how much is done, of how much, a number worth showing)."""
+
+
+class Point(NamedTuple):
+    """A window of training."""
+
+    step: int
+    loss: float
+    """Mean over the window, nats a question."""
+    accuracy: float
+    """Mean over the tasks of the mixture; of fresh examples, before each step learned from them."""
+    seconds: float
+    """Of training so far, over all resumptions."""
+
+
+class Trained(NamedTuple):
+    """How a training ended."""
+
+    curve: list[Point]
+    reached: bool
+    """Every task of the mixture reached ``stop_at``."""
+    diverged: bool
+    """The loss of the last window is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskJob:
+    """A training and its measurement. Plain data: it travels to another process."""
+
+    preset: str
+    """The name of the settings, for the row."""
+    settings: TaskSettings
+    """What to train on, how, and what to measure."""
+    label: str
+    """The mixer with its options, as `fastweights.recipes.settings.Variant` reads it."""
+    learning_rate: float
+    """Peak learning rate."""
+    seed: int
+    """Of weights and examples."""
+    folder: Path
+    """Where the checkpoint lies while the run lasts."""
+    device: str
+    """``cpu`` or ``cuda``."""
+
+    @property
+    def key(self) -> str:
+        """A hash of all that decides the run. The grid around it is no part of that."""
+        alone = dataclasses.replace(self.settings, learning_rates=(self.learning_rate,), seeds=(self.seed,))
+        return hashlib.sha256(f"{alone!r}|{self.label}".encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        """As people are told of it."""
+        return f"{self.label} lr {self.learning_rate:.2g} seed {self.seed}"
+
+    def model(self) -> FastWeightsForCausalLM:
+        """A new model with this run's weights, on the CPU. Raises ValueError for a mixer or option that does not exist."""
+        variant = Variant.parse(self.label)
+        torch.manual_seed(self.seed)
+        return FastWeightsForCausalLM(
+            FastWeightsConfig(
+                mixer=variant.mixer(self.settings.model.num_hidden_layers),
+                vocab_size=self.settings.vocab_size,
+                **dataclasses.asdict(self.settings.model),
+                **variant.options,
+            )
+        )
+
+    def run(self, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Train (or go on), measure. None if `should_stop` ended it: a later call goes on."""
+        settings, checkpoint = self.settings, self.folder / f"{self.key}.pt"
+        model = self.model()
+        nn.Module.to(model, self.device)
+        trained = train_on_task(self, model, checkpoint=checkpoint, report=report, should_stop=should_stop)
+        if trained is None:
+            return None
+        total, done = settings.samples * len(settings.evaluate), 0
+
+        def measured(samples: int) -> None:
+            nonlocal done
+            done += samples
+            report("measuring", done, total, "")
+
+        rows = list(accuracy(model, settings.evaluate, samples=settings.samples, on_samples=measured))
+        checkpoint.unlink(missing_ok=True)
+        last = trained.curve[-1]
+        return {
+            "kind": "task",
+            "run": self.key,
+            "preset": self.preset,
+            "label": self.label,
+            "learning_rate": self.learning_rate,
+            "batch_size": settings.batch_size,
+            "train": [{"task": task.name, **task.parameters(), "share": share} for task, share in settings.train],
+            "model": dataclasses.asdict(settings.model),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "state_floats": state_floats(model),
+            "steps": last.step,
+            "seconds": last.seconds,
+            "train_accuracy": last.accuracy,
+            "reached": trained.reached,
+            "diverged": trained.diverged,
+            "training": [list(point) for point in trained.curve],
+            "accuracy": rows,
+            **provenance(device=self.device, seed=self.seed),
+        }
+
+
+def train_on_task(
+    job: TaskJob,
+    model: FastWeightsForCausalLM,
+    *,
+    checkpoint: Path,
+    report: Report = lambda *told: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trained | None:
+    """Train ``model`` in place on fresh examples, going on from ``checkpoint`` if it exists.
+
+    Ends at the last step; at a window in which every task reaches ``stop_at``; or at one whose loss is not finite. None if `should_stop`,
+    asked after every window, ended it: the checkpoint then holds all of it.
+    """
+    settings = job.settings
+    optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=job.learning_rate, betas=settings.betas)
+    rng, curve = generator(job.seed), list[Point]()
+    began = saved = time.perf_counter()
+    if checkpoint.exists():
+        rng, curve = _load(checkpoint, model, optimizer, job.device)
+        began -= curve[-1].seconds
+    model.train()
+    first = curve[-1].step + 1 if curve else 1
+    for start in range(first, settings.steps + 1, settings.window):
+        window = _Window(settings, job.device)
+        for step in range(start, min(start + settings.window, settings.steps + 1)):
+            for group in optimizer.param_groups:
+                group["lr"] = job.learning_rate * learning_rate_factor(settings, step)
+            which = _pick(settings, rng)
+            batch = settings.train[which][0].batch(settings.batch_size, rng)
+            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=settings.precision == "bf16"):
+                loss, right = ask(model, batch, job.device)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+            optimizer.step()
+            window.add(which, loss.detach(), right)
+            report("training", step, settings.steps, f"{curve[-1].accuracy:.1%}" if curve else "")
+        point, reached = window.read(step, time.perf_counter() - began)
+        curve.append(point)
+        if reached or not math.isfinite(point.loss):
+            return Trained(curve, reached, diverged=not math.isfinite(point.loss))
+        stop = should_stop()
+        if stop or time.perf_counter() - saved > CHECKPOINT_SECONDS:
+            _save(checkpoint, model, optimizer, rng, curve)
+            saved = time.perf_counter()
+        if stop:
+            return None
+    return Trained(curve, reached=False, diverged=False)
+
+
+def ask(model: FastWeightsForCausalLM, batch: Batch, device: str) -> tuple[Tensor, Tensor]:
+    """The mean loss over the questions, equal to the model's own ``loss`` on the batch, and which answers are right ``[questions]``.
+
+    Logits are formed at the questions alone: in MQAR that is a sixteenth of the tokens.
+    """
+    row, place = (batch.labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
+    labels = batch.labels[row, place + 1].to(device)
+    hidden = model.model(batch.input_ids.to(device)).last_hidden_state
+    logits = model.lm_head(hidden[row.to(device), place.to(device)]).float()
+    return nn.functional.cross_entropy(logits, labels), logits.detach().argmax(-1) == labels
+
+
+def learning_rate_factor(settings: TaskSettings, step: int) -> float:
+    """What the peak learning rate is multiplied with at a step, counted from 1."""
+    warm = settings.warmup * settings.steps
+    if step < warm:
+        return step / warm
+    if settings.schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, settings.steps - warm)))
+
+
+def state_floats(model: FastWeightsForCausalLM) -> int | None:
+    """Floats of memory that a sequence carries through all layers, without the convolutions' few inputs; None if a layer's grow with it."""
+    if "softmax" in model.config.mixers:
+        return None
+    states = [block.mixer.initial_state(1, device="meta") for block in model.model.layers]
+    return sum(state.memory.numel() + sum(part.numel() for part in state.read or ()) for state in states)
+
+
+class _Window:
+    """Losses and right answers of some steps, kept on the device until they are read."""
+
+    def __init__(self, settings: TaskSettings, device: str) -> None:
+        self.settings, self.steps = settings, 0
+        self.loss = torch.zeros((), device=device)
+        self.answers = torch.zeros(len(settings.train), 2, device=device)
+        """Right answers and questions of each task."""
+
+    def add(self, which: int, loss: Tensor, right: Tensor) -> None:
+        self.loss += loss
+        self.steps += 1
+        self.answers[which, 0] += right.sum()
+        self.answers[which, 1] += right.numel()
+
+    def read(self, step: int, seconds: float) -> tuple[Point, bool]:
+        """The window's point, and whether every task has come up and reached ``stop_at``."""
+        share = [right / asked if asked else None for right, asked in self.answers.tolist()]
+        known = [value for value in share if value is not None]
+        reached = self.settings.stop_at is not None and all(
+            value is not None and value >= self.settings.stop_at * task.ceiling
+            for value, (task, _) in zip(share, self.settings.train, strict=True)
+        )
+        return Point(step, self.loss.item() / self.steps, sum(known) / len(known), round(seconds, 3)), reached
+
+
+def _pick(settings: TaskSettings, rng: np.random.Generator) -> int:
+    """The task of a step, by its share."""
+    shares = np.cumsum([share for _, share in settings.train])
+    uniform = int(words(rng, 1)[0] >> np.uint64(11)) * 2.0**-53
+    return int(np.searchsorted(shares, uniform * shares[-1], side="right"))
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator, curve: list[Point]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": json.dumps(rng.bit_generator.state)}
+    torch.save(state | {"curve": [tuple(point) for point in curve]}, part)
+    os.replace(part, path)
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[np.random.Generator, list[Point]]:
+    state = torch.load(path, weights_only=True, map_location=device)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    rng = generator(0)
+    rng.bit_generator.state = json.loads(state["rng"])
+    return rng, [Point(*point) for point in state["curve"]]
