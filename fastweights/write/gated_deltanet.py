@@ -8,6 +8,7 @@ Source: Yang, Kautz & Hatamizadeh, Gated Delta Networks (arXiv 2412.06464). Quer
 from __future__ import annotations
 
 from fastweights.notation import Coefficients
+from fastweights.precision import at_least_float32
 from fastweights.write.deltanet import DeltaNet
 from fastweights.write.mamba_decay import MambaDecay
 
@@ -21,5 +22,6 @@ class GatedDeltaNet(DeltaNet):
         self.decay = MambaDecay(self.hidden_size, self.num_value_heads)
 
     def forward(self, x, k, v, position) -> Coefficients:
+        x = at_least_float32(x)  # once for both projections
         log_decay, _ = self.decay(x)
         return super().forward(x, k, v, position)._replace(log_decay=log_decay)

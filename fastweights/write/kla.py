@@ -110,8 +110,9 @@ class KLA(WriteRule):
             nn.init.zeros_(self.eta_proj.bias)
 
     def forward(self, x, k, v, position) -> Coefficients:
+        x = at_least_float32(x)  # once for both projections
         if self.eta_proj is None:
-            eta = at_least_float32(x[..., :1]).new_ones(*x.shape[:2], self.num_value_heads)
+            eta = x.new_ones(*x.shape[:2], self.num_value_heads)
         else:
             logit = self.eta_proj(x)
             eta = self.options.eta_max * logit.sigmoid()

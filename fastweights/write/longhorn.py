@@ -37,6 +37,7 @@ class Longhorn(WriteRule):
         self.key_scale_per_value_head = self.num_value_heads != self.num_heads
 
     def forward(self, x, k, v, position) -> Coefficients:
+        x = at_least_float32(x)  # once for both projections
         log_decay, _ = self.decay(x)
         # 1/β = 1 + exp(−logit). Where that would overflow, nothing is written and no gradient is due.
         inverse_beta = 1 + (-self.beta_proj(x)).clamp(max=60).exp()
