@@ -1,0 +1,1 @@
+"""Whole jobs, each one command: they join training, evaluation, generation and report."""

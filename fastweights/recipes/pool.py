@@ -1,0 +1,181 @@
+"""Many jobs, a few at a time, one bar each; they stop together, and cleanly."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fastweights.recipes.job import Job, Report, run_job
+
+Row = dict[str, Any]
+_messages: Any = None
+_stop: Any = None
+
+
+def run_jobs(jobs: Sequence[Job], *, processes: int, threads: int, console: Console, on_row: Callable[[Row], None]) -> None:
+    """Run every job, `processes` at a time with `threads` each; `on_row` gets each row as it comes.
+
+    The first interrupt (or SIGTERM) lets each job save a checkpoint; a second one does not wait.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+        Exception: the first failure of a job, after the others have saved their checkpoints.
+    """
+    with _board(jobs, console) as report_of, _interrupts(console) as interrupted:
+        if processes == 1:
+            with _threads(threads):
+                for number, job in enumerate(jobs):
+                    row = run_job(job, report_of(number), interrupted)
+                    if row is None:
+                        break
+                    on_row(row)
+        else:
+            _run_in_processes(jobs, processes, threads, report_of, on_row, interrupted)
+        if interrupted():
+            raise KeyboardInterrupt
+
+
+def _run_in_processes(jobs: Sequence[Job], processes: int, threads: int, report_of, on_row, interrupted: Callable[[], bool]) -> None:
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
+    messages, stop = context.Queue(), context.Event()
+    with ProcessPoolExecutor(processes, context, _begin_worker, (messages, stop, threads)) as pool:
+        running = {pool.submit(_work, number, job) for number, job in enumerate(jobs)}
+        try:
+            while running:
+                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                _drain(messages, report_of)
+                if interrupted():
+                    stop.set()
+                for future in done:
+                    if (row := future.result()) is not None:
+                        on_row(row)
+        finally:
+            stop.set()
+
+
+def _begin_worker(messages, stop, threads: int) -> None:
+    global _messages, _stop
+    _messages, _stop = messages, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and sets `stop`
+    torch.set_num_threads(threads)
+    transformers.logging.disable_progress_bar()
+
+
+def _work(number: int, job: Job) -> Row | None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    last = 0.0
+
+    def report(phase: str, done: int, total: int, note: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.2 or done in (0, total):
+            last = now
+            _messages.put((number, phase, done, total, note))
+
+    row = None if _stop.is_set() else run_job(job, report, lambda: _stop.is_set() or not parent.is_alive())
+    if not parent.is_alive():  # it was killed, and nobody else would end this process
+        os._exit(1)
+    return row
+
+
+def _drain(messages, report_of: Callable[[int], Report]) -> None:
+    while True:
+        try:
+            number, *rest = messages.get_nowait()
+        except queue.Empty:
+            return
+        report_of(number)(*rest)
+
+
+@contextmanager
+def _interrupts(console: Console) -> Iterator[Callable[[], bool]]:
+    """Turn the first SIGINT or SIGTERM into an answer to the question whether one came."""
+    came = threading.Event()
+    kinds = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def handle(kind, frame) -> None:
+        came.set()
+        console.print("Stopping: each run saves a checkpoint. Again to stop at once.")
+        for kind in kinds:
+            signal.signal(kind, before[kind])
+
+    for kind in kinds:
+        signal.signal(kind, handle)
+    try:
+        yield came.is_set
+    finally:
+        for kind in kinds:
+            signal.signal(kind, before[kind])
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        transformers.logging.enable_progress_bar()
+
+
+@contextmanager
+def _board(jobs: Sequence[Job], console: Console) -> Iterator[Callable[[int], Report]]:
+    """A line per job: what it does, a bar, a number, the time left. Without a terminal, a plain line where a phase begins."""
+    columns = (
+        TextColumn("{task.fields[label]:<22}"),
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=28),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[note]:>10}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks = [progress.add_task("waiting", start=False, label=job_name(job), note="", total=1) for job in jobs]
+        phases: dict[int, str] = {}
+
+        def report_of(number: int) -> Report:
+            def report(phase: str, done: int, total: int, note: str) -> None:
+                if phases.get(number) != phase:
+                    phases[number] = phase
+                    progress.reset(tasks[number], description=phase, total=total)
+                    if not console.is_terminal:
+                        console.print(f"{job_name(jobs[number])}: {phase}", highlight=False)
+                progress.update(tasks[number], completed=done, total=total, note=note)
+
+            return report
+
+        yield report_of
+
+
+def job_name(job: Job) -> str:
+    """As people are told of it: the mixer, and what else tells it from the others."""
+    parts = [job.label]
+    if len(job.settings.sizes) > 1:
+        parts.append(job.size)
+    if len(job.settings.seeds) > 1:
+        parts.append(f"seed {job.seed}")
+    return " ".join(parts)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,140 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastweights.evaluate.perplexity import choose_stretches, score_lengths, stream_nats
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=None)
+    ).eval()
+
+
+def kla_ccq():
+    torch.manual_seed(0)
+    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_heads=2, expand_k=1.0, expand_v=1.0)
+    return FastWeightsForCausalLM(FastWeightsConfig(mixer="kla+ccq", vocab_size=50, **shape)).eval()
+
+
+MODELS = pytest.mark.parametrize("build", [llama, kla_ccq])
+
+
+@pytest.fixture
+def documents():
+    random = np.random.default_rng(0)
+    return [random.integers(0, 50, n).astype(np.uint16) for n in (97, 30, 65, 64, 300)]
+
+
+@MODELS
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_streaming_is_one_pass(build, chunk):
+    model, ids = build(), torch.randint(50, (3, 65))
+    with torch.inference_mode():
+        logits = model(ids[:, :-1]).logits
+        pieces = list(stream_nats(model, ids, chunk=chunk))
+    assert [begin for begin, _ in pieces] == list(range(0, 64, chunk))
+    whole = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    torch.testing.assert_close(torch.cat([piece for _, piece in pieces], dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_does_not_grow_with_the_window():
+    """No call sees more than a chunk, and what is carried from chunk to chunk has the same size at 64 and at 1,024 tokens."""
+    model, carried = kla_ccq(), {}
+    for length in (64, 1024):
+        calls = []
+        hook = model.register_forward_hook(
+            lambda module, args, kwargs, out, calls=calls: calls.append((kwargs["input_ids"].numel(), out)), with_kwargs=True
+        )
+        with torch.inference_mode():
+            list(stream_nats(model, torch.randint(50, (1, length + 1)), chunk=16))
+        hook.remove()
+        assert len(calls) == length // 16 and {size for size, _ in calls} == {16}
+        tensors = [t for state in calls[-1][1][_cache_name(calls[-1][1])].states for t in _leaves(state)]
+        carried[length] = sum(t.numel() for t in tensors)
+    assert carried[64] == carried[1024] > 0
+
+
+def _cache_name(output):
+    return "cache" if "cache" in output else "past_key_values"
+
+
+def _leaves(tree):
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for part in tree:
+            yield from _leaves(part)
+
+
+@MODELS
+def test_every_length_scores_the_same_tokens_by_hand(build, documents):
+    """Against a loop over windows; documents of 97, 65 and 300 tokens hold one, one and four stretches of 64."""
+    model, rate = build(), [1.0, 1.0, 2.0, 1.0, 0.5]
+    curve = score_lengths(model, documents, lengths=[16, 64], tokens=10**9, bytes_per_token=rate, tail=8, chunk=24)
+    for score in curve.lengths:
+        bits, byte, tail_bits, tail_byte, nats = {}, {}, 0.0, 0.0, 0.0
+        for d, stretches in ((0, 1), (2, 1), (4, 4)):
+            for begin in range(0, 64 * stretches, score.length):
+                ids = torch.from_numpy(documents[d][begin : begin + score.length + 1].astype(np.int64))[None]
+                with torch.inference_mode():
+                    losses = F.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none").double() / math.log(2)
+                bits[d] = bits.get(d, 0.0) + losses.sum().item()
+                byte[d] = byte.get(d, 0.0) + len(losses) * rate[d]
+                tail_bits, tail_byte = tail_bits + losses[-8:].sum().item(), tail_byte + 8 * rate[d]
+                nats += losses.sum().item() * math.log(2)
+        assert score.tokens == 64 * 6 and score.documents == 3
+        assert score.bits_per_byte.value == pytest.approx(sum(bits.values()) / sum(byte.values()), rel=1e-5)
+        assert score.bits_per_byte.low < score.bits_per_byte.value < score.bits_per_byte.high
+        assert score.tail_bits_per_byte.value == pytest.approx(tail_bits / tail_byte, rel=1e-5)
+        assert score.perplexity == pytest.approx(math.exp(nats / (64 * 6)), rel=1e-5)
+        assert np.array(score.per_document) == pytest.approx(np.array([[bits[d], byte[d]] for d in (0, 2, 4)]), rel=1e-5)
+    positions = curve.positions
+    assert [(p.begin, p.end) for p in positions] == [(0, 16), (16, 23), (23, 32), (32, 45), (45, 64)]
+    share = [(p.end - p.begin) / 64 * p.bits_per_byte.value for p in positions]
+    assert sum(share) == pytest.approx(curve.lengths[-1].bits_per_byte.value, rel=1e-5)
+
+
+def test_a_uniform_model_has_log2_of_the_vocabulary(documents):
+    model = kla_ccq()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    done = []
+    curve = score_lengths(model, documents, lengths=[8, 32], tokens=64, on_progress=lambda *args: done.append(args))
+    for score in curve.lengths:
+        assert score.bits_per_byte.value == pytest.approx(math.log2(50)) and score.perplexity == pytest.approx(50)
+        assert score.tokens == 64 and score.documents == 2
+    assert done[-1] == (128, 128)
+
+
+def test_context_that_helps_is_seen():
+    """A model that copies the token before the last scores the middle of a repeated text; its first tokens cost more."""
+    model, text = kla_ccq(), np.tile(np.arange(8, dtype=np.uint16), 40)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        ids = (torch.randint(42, (8, 1)) + torch.tensor(text[:64].astype(np.int64))) % 50
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    short, long = score_lengths(model.eval(), [text], lengths=[2, 256], tokens=256).lengths
+    assert long.bits_per_byte.value < short.bits_per_byte.value
+
+
+def test_each_document_comes_once_before_one_comes_twice():
+    lengths = [97, 30, 65, 64, 300]
+    assert choose_stretches(lengths, 32, 10**9)[:5] == [(0, 0), (2, 0), (3, 0), (4, 0), (0, 32)]
+    assert choose_stretches(lengths, 64, 128) == [(0, 0), (2, 0)]
+    assert choose_stretches(lengths, 64, 1) == [(0, 0)]
+    with pytest.raises(ValueError, match="no document has 513 tokens; the longest of 5 has 300"):
+        choose_stretches(lengths, 512, 512)
+
+
+def test_impossible_lengths(documents):
+    for lengths in ([48, 64], [0, 64]):
+        with pytest.raises(ValueError, match="each must be positive and divide the longest"):
+            score_lengths(llama(), documents, lengths=lengths, tokens=64)
