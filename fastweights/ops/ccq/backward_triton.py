@@ -1,4 +1,4 @@
-"""CCQ's backward kernels. With e = dq', s_t = λ_t/w_t, A the decays, and the loss's gradient of C_t's entries −s_t e_t q_tᵀ:
+"""CCQ's backward kernels. With e = dq', s_t = λ_t/w_t and A the decays:
 
     dq_t = e_t − s_t·C_t e_t        (C is symmetric: the same read, of e)        dλ_t = −q_tᵀ C_t e_t / w_t
     dk_j = Σ_{t≥j} −s_t A[t, j]·( e_t·q_tᵀ(k_j − μ_t) + q_t·e_tᵀ(k_j − μ_t) )
@@ -8,8 +8,9 @@ keys and means measured from one point b of the document, x = k − b, α_t = q_
 
     dk_j = (N + Nᵀ) x_j − r,   N = Σ −s A q eᵀ,   r = Σ −s A (e α + q β),   ρ = Σ −s A (α β + dλ)
 
-where b is the document's last mean. `query_kernel` walks forward (dq, dλ, α, β, and each segment's share of r and ρ), `key_kernel` backward.
-A key's share in its own decays is x N x − x·r + ρ; the gradient of log decay at r is what crosses the segment's end less those shares from r on.
+where b is the document's last mean. The forward's `read_kernel` gives dq, dλ and β; `pair_kernel` each segment's own N, r and ρ; after their
+scans `key_kernel` walks backward and gives dk. A key's share in its decays is x N x − x·r + ρ; the gradient of log decay at r is what
+crosses the segment's end less the shares of the keys from r on.
 """
 
 from __future__ import annotations
@@ -19,77 +20,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.ccq.forward_triton import Moments, centred, deviations, load_keys, load_moments, weights
-from fastweights.ops.decay.chunk_forward_triton import contributions, scan
+from fastweights.ops.ccq.forward_triton import Moments, centred, columns, read
+from fastweights.ops.decay.chunk_forward_triton import scan
 from fastweights.ops.decay.segments_triton import (
     Segments,
     Tile,
     decay_matrix,
+    dot_type,
     load_memory,
     load_numbers,
     load_tile,
     segment_of,
     segments_of_row,
+    store_memory,
     store_numbers,
     store_tile,
 )
-from fastweights.ops.tiles_triton import operand, padded, triton_type
+from fastweights.ops.tiles_triton import padded
 
 
 @triton.jit
-def query_kernel(
-    q, k, lam, g, ks, e, covariance, mean, weight, base, dq, dlam, strength, alpha, beta, r, rho, table, T, L, H, K,
-    q_stride, k_stride,
-    C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def pair_kernel(
+    q, e, g, strength, alpha, beta, dlam, N, r, rho, table, T, L, H, K, q_stride,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % H
-    s = tl.program_id(0) // H
-    document, begin, end, _ = segment_of(s, table, T, L)
-    i = tl.arange(0, BK)
+    """What a segment alone adds to N, r and ρ before it."""
+    block = tl.program_id(0) % NB
+    h = tl.program_id(0) // NB % H
+    s = tl.program_id(0) // NB // H
+    column = block * BV
+    _, begin, end, _ = segment_of(s, table, T, L)
     q += h * K
-    k += h * K
     e += h * K
-    dq += h * K
-    b = tl.load(base + (document * H + h) * K + i, mask=i < K, other=0.0)
-    moment, mu, w = load_moments(covariance, mean, weight, k, ks, s, begin, end, k_stride, H, h, K, BK)
-    r_sum = tl.zeros([BK], tl.float32)
+    pairs = tl.zeros([BK, BV], tl.float32)
+    r_sum = tl.zeros([BV], tl.float32)
     rho_sum = tl.sum(r_sum, 0)
     passed = rho_sum
     for start in tl.range(begin, end, C, num_stages=STAGES):
-        valid = start + tl.arange(0, C) < end
-        x = centred(load_keys(k, ks, start, end, k_stride, H, h, K, C, BK), mu, valid)
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
-        a, keep, carry, w_before, before = weights(log_a, w, C, DECAY)
-        w_after = tl.exp(log_a) * w_before + 1.0
-        c = 1.0 - 1.0 / w_after
-        d = deviations(x, w_before, before, valid, DOT, PRECISION)
-        grad = load_tile(e, start, end, H * K, 0, K, C, BK)
-        P = tl.dot(grad.to(DOT), tl.trans(d.to(DOT)), input_precision=PRECISION) * (decay_matrix(a, C) * c[None, :])
-        read = tl.dot(grad.to(DOT), moment.to(DOT), input_precision=PRECISION) * tl.exp(a)[:, None]
-        read += tl.dot(P.to(DOT), d.to(DOT), input_precision=PRECISION)
-        moment = moment * carry + tl.dot(tl.trans((d * (c * keep)[:, None]).to(DOT)), d.to(DOT), input_precision=PRECISION)
-        query = load_tile(q, start, end, q_stride, 0, K, C, BK).to(tl.float32)
-        grad = grad.to(tl.float32)
-        share = load_numbers(lam, start, end, H, h, 0.0, C) / w_after
-        grad_lam = -tl.sum(query * read, 1) / w_after
-        store_tile(dq, grad - share[:, None] * read, start, end, H * K, 0, K, C, BK)
-        offset = (mu - b)[None, :] + x - c[:, None] * d  # μ_t − b, as μ_t = μ_{t-1} + d_t / w_t
-        al = tl.sum(query * offset, 1)
-        be = tl.sum(grad * offset, 1)
-        store_numbers(dlam, grad_lam, start, end, H, h, C)
-        store_numbers(strength, share, start, end, H, h, C)
-        store_numbers(alpha, al, start, end, H, h, C)
-        store_numbers(beta, be, start, end, H, h, C)
-        share = -tl.where(valid, share, 0.0) * tl.exp(a + passed)
-        r_sum += tl.sum(grad * (share * al)[:, None] + query * (share * be)[:, None], 0)
-        rho_sum += tl.sum(share * (al * be + grad_lam), 0)
+        share = -load_numbers(strength, start, end, H, h, 0.0, C) * tl.exp(tl.cumsum(log_a, 0) + passed)
+        al = load_numbers(alpha, start, end, H, h, 0.0, C)
+        be = load_numbers(beta, start, end, H, h, 0.0, C)
+        query = load_tile(q, start, end, q_stride, 0, K, C, BK)
+        grad = load_tile(e, start, end, H * K, column, K, C, BV).to(tl.float32)
+        y = (query if NB == 1 else load_tile(q, start, end, q_stride, column, K, C, BV)).to(tl.float32)
+        pairs += tl.dot(tl.trans(query.to(DOT)), (grad * share[:, None]).to(DOT), input_precision=PRECISION)
+        r_sum += tl.sum(grad * (share * al)[:, None] + y * (share * be)[:, None], 0)
+        rho_sum += tl.sum(share * (al * be + load_numbers(dlam, start, end, H, h, 0.0, C)), 0)
         passed += tl.sum(log_a, 0)
-        keep = tl.where(valid, keep, 0.0)
-        w = carry * w + tl.sum(keep, 0)
-        mu += tl.sum(x * keep[:, None], 0) / w
     place = s.to(tl.int64) * H + h
-    tl.store(r + place * K + i, r_sum, mask=i < K)
-    tl.store(rho + place, rho_sum)
+    store_memory(N + place * K * K, pairs, column, K, K, BK, BV)
+    j = column + tl.arange(0, BV)
+    tl.store(r + place * K + j, r_sum, mask=j < K)
+    if block == 0:
+        tl.store(rho + place, rho_sum)
 
 
 @triton.jit
@@ -115,99 +100,130 @@ def vector_scan_kernel(r, rho, total, final_r, final_rho, first, T, L, H, K, BK:
 
 
 @triton.jit
+def load_both(N, column, K, BK: tl.constexpr, BV: tl.constexpr):
+    """Columns of N + Nᵀ."""
+    i = tl.arange(0, BK)
+    j = column + tl.arange(0, BV)
+    transposed = tl.load(N + j[None, :] * K + i[:, None], mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)
+    return load_memory(N, column, K, K, BK, BV) + transposed
+
+
+@triton.jit
 def key_kernel(
     q, k, g, ks, e, strength, alpha, beta, dlam, base, N, r, rho, covariance, mean, weight, final_c, final_w,
-    dk, dks, dg, table, T, L, H, K, q_stride, k_stride,
-    C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    dk, dks, dg, table, T, L, H, K, tokens, q_stride, k_stride,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % H
-    s = tl.program_id(0) // H
+    """Columns of dk; the sums over columns, dks and dg, in parts."""
+    block = tl.program_id(0) % NB
+    h = tl.program_id(0) // NB % H
+    s = tl.program_id(0) // NB // H
+    column = block * BV
     document, begin, end, document_end = segment_of(s, table, T, L)
     i = tl.arange(0, BK)
+    j = column + tl.arange(0, BV)
     place = s.to(tl.int64) * H + h
+    part = block.to(tl.int64) * tokens * H
     q += h * K
     k += h * K
     e += h * K
     dk += h * K
     b = tl.load(base + (document * H + h) * K + i, mask=i < K, other=0.0)
-    moment = load_memory(N + place * K * K, 0, K, K, BK, BK)
-    r_sum = tl.load(r + place * K + i, mask=i < K, other=0.0)
+    b_columns = tl.load(base + (document * H + h) * K + j, mask=j < K, other=0.0)
+    pairs = load_both(N + place * K * K, column, K, BK, BV)
+    r_sum = tl.load(r + place * K + j, mask=j < K, other=0.0)
     if DECAY:
-        rho_sum = tl.load(rho + place)
+        rho_sum = tl.load(rho + place) * (block == 0).to(tl.float32)
         if end < document_end:
-            after = load_memory(covariance + (place + H) * K * K, 0, K, K, BK, BK)
-            y = tl.load(mean + (place + H) * K + i, mask=i < K, other=0.0) - b
+            after = load_memory(covariance + (place + H) * K * K, column, K, K, BK, BV)
             w = tl.load(weight + place + H)
+            y = tl.load(mean + (place + H) * K + i, mask=i < K, other=0.0) - b
+            y_columns = tl.load(mean + (place + H) * K + j, mask=j < K, other=0.0) - b_columns
         else:
-            after = load_memory(final_c + (document * H + h) * K * K, 0, K, K, BK, BK)
-            y = tl.zeros([BK], tl.float32)
+            after = load_memory(final_c + (document * H + h) * K * K, column, K, K, BK, BV)
             w = tl.load(final_w + document * H + h)
-        crossing = tl.sum(tl.sum(moment * (after + w * y[:, None] * y[None, :]), 1), 0) + w * (rho_sum - tl.sum(y * r_sum, 0))
+            y = tl.zeros([BK], tl.float32)
+            y_columns = tl.zeros([BV], tl.float32)
+        crossing = 0.5 * tl.sum(tl.sum(pairs * (after + w * y[:, None] * y_columns[None, :]), 1), 0)
+        crossing += w * (rho_sum - tl.sum(y_columns * r_sum, 0))
     chunks = tl.cdiv(end - begin, C)
     for n in tl.range(chunks, num_stages=STAGES):
         start = begin + (chunks - 1 - n) * C
         valid = start + tl.arange(0, C) < end
         factor = load_numbers(ks, start, end, H, h, 1.0, C)[:, None]
-        raw = load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32)
-        x = centred(raw * factor, b, valid)
-        query = load_tile(q, start, end, q_stride, 0, K, C, BK)
-        grad = load_tile(e, start, end, H * K, 0, K, C, BK)
         share = -load_numbers(strength, start, end, H, h, 0.0, C)
         al = load_numbers(alpha, start, end, H, h, 0.0, C)
         be = load_numbers(beta, start, end, H, h, 0.0, C)
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
         a = tl.cumsum(log_a, 0)
         all_a = tl.sum(log_a, 0)
-        A = decay_matrix(a, C) * share[:, None]
-        by_query = tl.dot(query.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) - al[:, None]
-        by_grad = tl.dot(grad.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) - be[:, None]
-        found = tl.dot(x.to(DOT), moment.to(DOT), input_precision=PRECISION)
-        found += tl.dot(x.to(DOT), tl.trans(moment.to(DOT)), input_precision=PRECISION)
         keep = tl.exp(all_a - a)
+        carry = tl.exp(all_a)
+        x = centred(load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32) * factor, b, valid).to(DOT)
+        query = load_tile(q, start, end, q_stride, 0, K, C, BK).to(DOT)
+        grad = load_tile(e, start, end, H * K, 0, K, C, BK).to(DOT)
+        if NB == 1:
+            query_columns = query
+            grad_columns = grad
+        else:
+            query_columns = load_tile(q, start, end, q_stride, column, K, C, BV).to(DOT)
+            grad_columns = load_tile(e, start, end, H * K, column, K, C, BV).to(DOT)
+        A = decay_matrix(a, C) * share[:, None]
+        by_query = tl.dot(query, tl.trans(x), input_precision=PRECISION) - al[:, None]
+        by_grad = tl.dot(grad, tl.trans(x), input_precision=PRECISION) - be[:, None]
+        found = tl.dot(x, pairs.to(DOT), input_precision=PRECISION)
         if DECAY:
-            change = keep * (tl.sum(x * (0.5 * found - r_sum[None, :]), 1) + rho_sum)
-            pairs = by_query * by_grad + load_numbers(dlam, start, end, H, h, 0.0, C)[:, None]
-            change = tl.where(valid, change + tl.sum(A * pairs, 0), 0.0)
-            store_numbers(dg, crossing - tl.sum(change, 0) + tl.cumsum(change, 0) - change, start, end, H, h, C)
+            y = centred(load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32) * factor, b_columns, valid)
+            change = keep * (tl.sum(y * (0.5 * found - r_sum[None, :]), 1) + rho_sum)
+            if block == 0:
+                both = by_query * by_grad + load_numbers(dlam, start, end, H, h, 0.0, C)[:, None]
+                change += tl.sum(A * both, 0)
+            change = tl.where(valid, change, 0.0)
+            store_numbers(dg + part, crossing - tl.sum(change, 0) + tl.cumsum(change, 0) - change, start, end, H, h, C)
             crossing -= tl.sum(change, 0)
         found = (found - r_sum[None, :]) * keep[:, None]
-        found += tl.dot(tl.trans((by_query * A).to(DOT)), grad.to(DOT), input_precision=PRECISION)
-        found += tl.dot(tl.trans((by_grad * A).to(DOT)), query.to(DOT), input_precision=PRECISION)
-        store_tile(dk, found * factor, start, end, H * K, 0, K, C, BK)
+        found += tl.dot(tl.trans((by_query * A).to(DOT)), grad_columns, input_precision=PRECISION)
+        found += tl.dot(tl.trans((by_grad * A).to(DOT)), query_columns, input_precision=PRECISION)
+        store_tile(dk, found * factor, start, end, H * K, column, K, C, BV)
         if dks is not None:
-            store_numbers(dks, tl.sum(raw * found, 1), start, end, H, h, C)
+            raw = load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32)
+            store_numbers(dks + part, tl.sum(raw * found, 1), start, end, H, h, C)
         share *= tl.exp(a)
-        carry = tl.exp(all_a)
-        weighted = query.to(tl.float32) * share[:, None]
-        moment = moment * carry + tl.dot(tl.trans(weighted.to(DOT)), grad.to(DOT), input_precision=PRECISION)
-        r_sum = r_sum * carry + tl.sum(weighted * be[:, None] + grad.to(tl.float32) * (share * al)[:, None], 0)
-        if DECAY:
+        grad_weighted = grad_columns.to(tl.float32) * share[:, None]
+        query_weighted = query_columns.to(tl.float32) * share[:, None]
+        r_sum = r_sum * carry + tl.sum(grad_weighted * al[:, None] + query_weighted * be[:, None], 0)
+        pairs = pairs * carry + tl.dot(tl.trans(query), grad_weighted.to(DOT), input_precision=PRECISION)
+        pairs += tl.dot(tl.trans(grad), query_weighted.to(DOT), input_precision=PRECISION)
+        if DECAY and NB == 1:
             rho_sum = rho_sum * carry + tl.sum(share * (al * be + load_numbers(dlam, start, end, H, h, 0.0, C)), 0)
+        elif DECAY:
+            added = tl.sum(share * (al * be + load_numbers(dlam, start, end, H, h, 0.0, C)), 0)
+            rho_sum = rho_sum * carry + added * (block == 0).to(tl.float32)
 
 
-def backward(q, k, lam, g, ks, e, dstate, before: Moments, final: Moments, total: Tensor, T: int, cut: Segments, tile: Tile):
-    """Gradients of q, k, lam, log_decay, key_scale (None if not given) and of the initial C, μ, w (as if w > 0)."""
+def backward(q, k, lam, g, ks, e, alpha, dstate, before: Moments, final: Moments, total: Tensor, T: int, cut: Segments, tile: Tile):
+    """Gradients of q, k, lam, log_decay, key_scale (None if not given), and N, r, ρ before the first token of each row."""
     H, K = k.shape[2:]
-    DOT, precision = operand(q.dtype, k.dtype)
+    DOT, precision = dot_type(q.dtype, k.dtype)
+    shape = columns(K, tile)
     common = dict(
-        C=tile.chunk, BK=padded(K), DECAY=g is not None, DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps
-    )
+        C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps
+    )  # fmt: skip
     sizes = (cut.table, T, cut.length, H, K)
-    dq, dk = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dlam, strength, alpha, beta = (torch.empty_like(lam) for _ in range(4))
-    dg, dks = (None if x is None else torch.empty_like(x) for x in (g, ks))
-    r, rho = torch.empty_like(before.mean), torch.empty_like(before.weight)
-    query_kernel[(cut.count * H,)](
-        q, k, lam, g, ks, e, *before, final.mean, dq, dlam, strength, alpha, beta, r, rho, *sizes, q.stride(1), k.stride(1), **common
-    )
-    N = contributions(q, e, g, None, strength, cut, tile, reverse=True, scale=-1.0)
+    grid = (cut.count * H * shape["NB"],)
+    dq, beta, dlam, strength = read(e, k, lam, g, ks, before, final.mean, T, cut, tile, other=q)
+    N, r, rho = (torch.empty_like(x) for x in before)
+    pair_kernel[grid](q, e, g, strength, alpha, beta, dlam, N, r, rho, *sizes, q.stride(1), **common)
     dcovariance, dmean, dweight = dstate
     first_N = scan(N, total, dcovariance, T, cut, reverse=True)
-    final_r = torch.zeros_like(final.mean) if dmean is None else -dmean / final.weight.clamp(min=1e-30).unsqueeze(-1)
-    final_rho = torch.zeros_like(final.weight) if dweight is None else dweight.clone()
-    vector_scan_kernel[(cut.rows * H,)](r, rho, total, final_r, final_rho, cut.first, T, cut.length, H, K, BK=padded(K), num_warps=1)
-    key_kernel[(cut.count * H,)](
+    first_r = torch.zeros_like(final.mean) if dmean is None else -dmean / final.weight.clamp(min=1e-30).unsqueeze(-1)
+    first_rho = torch.zeros_like(final.weight) if dweight is None else dweight.clone()
+    vector_scan_kernel[(cut.rows * H,)](r, rho, total, first_r, first_rho, cut.first, T, cut.length, H, K, BK=padded(K), num_warps=1)
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dg, dks = (None if x is None else x.new_empty(shape["NB"], *x.shape) for x in (g, ks))
+    key_kernel[grid](
         q, k, g, ks, e, strength, alpha, beta, dlam, final.mean, N, r, rho, *before, final.covariance, final.weight,
-        dk, dks, dg, *sizes, q.stride(1), k.stride(1), **common,
+        dk, dks, dg, *sizes, lam.numel() // H, q.stride(1), k.stride(1), **common,
     )  # fmt: skip
-    return dq, dk, dlam, dg, dks, (first_N, final_r, final_rho)
+    return dq, dk, dlam, None if dg is None else dg.sum(0), None if dks is None else dks.sum(0), (first_N, first_r, first_rho)

@@ -13,16 +13,22 @@ from fastweights.ops.ccq.forward_triton import Moments
 from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
 from fastweights.ops.tiles_triton import padded
 
-TILES: dict[int, Tile] = {16: Tile(64, 16, 4, 2), 32: Tile(64, 32, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 2)}
-"""By padded K. Replace an entry to try another shape; a program holds all columns, so only chunk, warps and stages are free."""
-SMALL_TILE = Tile(16, 128, 8, 1)
+TILES: dict[int, Tile] = {
+    16: Tile(64, 64, 4, 2),
+    32: Tile(64, 64, 4, 2),
+    64: Tile(64, 64, 4, 2),
+    128: Tile(64, 64, 4, 2),
+    256: Tile(64, 32, 4, 1),
+}
+"""By padded K. Replace an entry to try another shape."""
+SMALL_TILE = Tile(16, 32, 4, 1)
 """Fits 99 KB of shared memory for every K, as consumer cards need."""
 
 
 def why_not(q: Tensor, k: Tensor) -> str | None:
     """What these kernels cannot take, or None."""
-    if q.shape[-1] > 128:
-        return f"one program holds a K×K moment, so K is at most 128 (got {q.shape[-1]})"
+    if q.shape[-1] > 256:
+        return f"K is at most 256 (got {q.shape[-1]})"
     if not {q.dtype, k.dtype} <= {torch.float32, torch.float16, torch.bfloat16}:
         return f"the kernels take float32, float16 and bfloat16 (got {q.dtype}, {k.dtype})"
     return None
@@ -61,8 +67,8 @@ def ccq_forward(
     weight: Tensor | None,
     cu_seqlens: Tensor | None,
     tile: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q', the final C, μ, w; for the backward: C, μ, w before each segment, and each segment's total log decay."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q', the final C, μ, w; for the backward: C, μ, w before each segment, each segment's total log decay, and qᵀ(μ_t − the final μ)."""
     state = None if covariance is None else (covariance, mean, weight)
     if k.shape[1] == 0:
         shapes = ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tile)
@@ -73,7 +79,8 @@ def ccq_forward(
     cut = _cut(k, cu_seqlens, shape)
     q, k = tokens_first(q), tokens_first(k)
     before, final, total = forward_triton.moments(k, g, ks, state, k.shape[1], cut, shape)
-    return forward_triton.read(q, k, lam, g, ks, before, k.shape[1], cut, shape), *final, *before, total
+    out, alpha, _, _ = forward_triton.read(q, k, lam, g, ks, before, final.mean, k.shape[1], cut, shape)
+    return out, *final, *before, total, alpha
 
 
 @ccq_forward.register_fake
@@ -86,7 +93,7 @@ def ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, t
     def moments(n):
         return [lam.new_empty(n, H, *shape) for shape in ((K, K), (K,), ())]
 
-    return q.new_empty(q.shape), *moments(rows), *moments(count), lam.new_empty(count, H)
+    return q.new_empty(q.shape), *moments(rows), *moments(count), lam.new_empty(count, H), lam.new_empty(B, T, H)
 
 
 def _cut(k: Tensor, cu_seqlens: Tensor | None, tile: Tile):
@@ -110,9 +117,10 @@ def ccq_backward(
     before: Sequence[Tensor],
     final: Sequence[Tensor],
     total: Tensor,
+    alpha: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, lam, g, ks (empty if not given), and N, r, ρ before the first token (see backward_triton)."""
-    shapes = ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total)
+    shapes = ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total, alpha)
     if k.shape[1] == 0:
         shapes[5].zero_() if dcovariance is None else shapes[5].copy_(dcovariance)
         shapes[6].zero_() if dmean is None else shapes[6].copy_(-dmean / final[2].clamp(min=1e-30).unsqueeze(-1))
@@ -123,13 +131,13 @@ def ccq_backward(
     q, k = tokens_first(q), tokens_first(k)
     dstate = tuple(None if x is None else x.contiguous() for x in (dcovariance, dmean, dweight))
     dq, dk, dlam, dg, dks, first = backward_triton.backward(
-        q, k, lam, g, ks, grad.contiguous(), dstate, Moments(*before), Moments(*final), total, k.shape[1], cut, shape
+        q, k, lam, g, ks, grad.contiguous(), alpha, dstate, Moments(*before), Moments(*final), total, k.shape[1], cut, shape
     )
     return dq, dk, dlam, shapes[3] if dg is None else dg, shapes[4] if dks is None else dks, *first
 
 
 @ccq_backward.register_fake
-def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total):
+def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total, alpha):
     def like(x: Tensor | None) -> Tensor:
         return total.new_empty(0) if x is None else x.new_empty(x.shape)
 
@@ -144,11 +152,11 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
     q, k, lam, g, ks, cu_seqlens, *rest = ctx.saved_tensors
-    final, before, total, (mean, weight) = rest[:3], rest[3:6], rest[6], rest[7:]
+    final, before, (total, alpha, mean, weight) = rest[:3], rest[3:6], rest[6:]
     if grad is None:
         grad = torch.zeros_like(q)
     dq, dk, dlam, dg, dks, N, r, rho = ccq_backward(
-        q, k, lam, g, ks, cu_seqlens, ctx.tile, grad, dcovariance, dmean, dweight, before, final, total
+        q, k, lam, g, ks, cu_seqlens, ctx.tile, grad, dcovariance, dmean, dweight, before, final, total, alpha
     )
     dstate = (None, None, None)
     if mean is not None:  # the state is a key of weight w at μ, with a spread C of its own

@@ -34,6 +34,7 @@ from fastweights.ops.decay.segments_triton import (
     Segments,
     Tile,
     decay_matrix,
+    dot_type,
     load_memory,
     load_numbers,
     load_tile,
@@ -41,7 +42,7 @@ from fastweights.ops.decay.segments_triton import (
     store_numbers,
     store_tile,
 )
-from fastweights.ops.tiles_triton import operand, padded, triton_type
+from fastweights.ops.tiles_triton import padded
 
 
 @triton.jit
@@ -200,10 +201,10 @@ def backward(
     dq, dk, dv = per_part(q, K), per_part(k, K), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dqs, dks, dvs = (None if x is None else per_part(x) for x in (qs, ks, vs))
     dg = per_part(g, *([K] if channel else [])) if need_dg else None
-    DOT, precision = operand(q.dtype, k.dtype, v.dtype)
+    DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     common = dict(
         C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
-        DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)
     sizes = (cut.table, T, cut.length, Hv, Hv // Hk, K, V, B * T)

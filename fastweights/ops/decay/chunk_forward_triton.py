@@ -21,6 +21,7 @@ from fastweights.ops.decay.segments_triton import (
     Segments,
     Tile,
     decay_matrix,
+    dot_type,
     load_memory,
     load_numbers,
     load_tile,
@@ -29,7 +30,7 @@ from fastweights.ops.decay.segments_triton import (
     store_memory,
     store_tile,
 )
-from fastweights.ops.tiles_triton import operand, padded, triton_type
+from fastweights.ops.tiles_triton import padded
 
 
 @triton.jit
@@ -197,11 +198,11 @@ def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, 
     BV = min(padded(V), tile.columns)
     blocks = triton.cdiv(V, BV)
     out = torch.empty(cut.count, Hv, K, V, dtype=torch.float32, device=k.device)
-    DOT, precision = operand(k.dtype, v.dtype)
+    DOT, precision = dot_type(k.dtype, v.dtype)
     contribution_kernel[(cut.count * Hv * blocks,)](
         k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, K, V, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
         C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
-        DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out
 
@@ -229,11 +230,11 @@ def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: flo
     BV = min(padded(V), tile.columns)
     blocks = triton.cdiv(V, BV)
     o = torch.empty(B, T, Hv, V, dtype=v.dtype, device=v.device)
-    DOT, precision = operand(q.dtype, k.dtype, v.dtype)
+    DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     output_kernel[(cut.count * Hv * blocks,)](
         q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk, K, V,
         q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale,
         C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
-        DOT=triton_type(DOT), PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return o, final, memory, total

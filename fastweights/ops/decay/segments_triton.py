@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.ops.tiles_triton import operand
+
 PROGRAMS = 512
 """Segments are made as long as they can be while this many programs are left: about two waves over an H200's 132 multiprocessors."""
 LONGEST = 4096
@@ -78,6 +80,12 @@ def tokens_first(x: Tensor) -> Tensor:
     B, T, H, K = x.shape
     fits = (x.stride(3) == 1 or K == 1) and (x.stride(2) == K or H == 1) and (x.stride(0) == T * x.stride(1) or B == 1) and x.stride(1) > 0
     return x if fits else x.contiguous()
+
+
+def dot_type(*dtypes: torch.dtype) -> tuple[tl.dtype, str]:
+    """`operand`, in Triton's words."""
+    dtype, precision = operand(*dtypes)
+    return (tl.bfloat16 if dtype == torch.bfloat16 else tl.float32), precision
 
 
 @triton.jit
