@@ -1,0 +1,354 @@
+"""The ``decay`` recurrence by chunks: matrix products inside a chunk, a short loop over chunks for the state. docs/chunkwise.md derives it.
+
+Inside a chunk of C tokens, with a_t the forget gate (one number a head, or one a key channel c), a query sees a key through the gates
+between them:
+
+    P_ij = Σ_c q_ic k_jc ∏_{j<t≤i} a_tc   (j ≤ i)
+    f_i  = ∏_{t≤i} a_t     what is left, at token i, of the state the chunk began with
+    b_j  = ∏_{j<t} a_t     what is left, at the chunk's end, of what token j wrote
+
+    o = P v + (f ∘ q) S,    S ← f_C ∘ S + (b ∘ k)ᵀ v
+
+P is made by halving. The later half of a chunk sees its earlier half through (what is left, at i, of the middle) · (what is left, at the
+middle, of j): one matrix product. Then each half does the same within itself, down to single tokens. Every factor is a product of gates,
+hence at most 1: no decay overflows, nothing is divided, no digits cancel. And as every pair (i, j) meets at exactly one middle, the
+gradient of log a_t is a plain sum over the pairs that straddle t.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.notation import Coefficients
+from fastweights.ops.segments import Segments
+
+CPU_SPAN = 64
+"""On a CPU about this many chunks × heads are worked on at a time, so that they stay in the cache."""
+
+
+def chunk_decay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coef: Coefficients,
+    *,
+    scale: float = 1.0,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference_decay`: o ``[B, T, Hv, V]`` in v's dtype and S ``[R, Hv, K, V]``; arithmetic in float32, or float64 for float64 inputs.
+
+    One custom op, so torch.compile keeps it whole; it can be differentiated once. Its backward keeps the operands and nothing else.
+    """
+    return _forward(q, k, v, coef.log_decay, coef.key_scale, coef.value_scale, coef.query_scale, state, cu_seqlens, scale)
+
+
+@torch.library.custom_op("fastweights::chunk_decay", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    query_scale: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    x = _Chunks(q, k, v, log_decay, key_scale, value_scale, query_scale, cu_seqlens, scale)
+    S = x.first_state(state)
+    o = torch.empty_like(x.v)
+    for span, steps in x.spans():
+        q_, k_, v_, a_ = x.q[span], x.k[span], x.v[span], x.gates(span)
+        P, f, b, _ = _pairs(q_, k_, a_)
+        S_ = _recur(S, _times(k_, b).mT @ v_, f, steps)
+        torch.bmm(P, v_, out=o[span])
+        o[span].baddbmm_(_times(q_, f), S_)
+    return x.join(o, v.dtype), x.last_state(S)
+
+
+@_forward.register_fake
+def _(q, k, v, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, scale):
+    rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    final = v.new_empty((rows, v.shape[2], k.shape[3], v.shape[3]), dtype=_real(q.dtype))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+
+
+def _save(ctx, inputs, output):
+    *operands, ctx.scale = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _differentiate(ctx, do, dfinal):
+    grads = _backward(*ctx.saved_tensors, do, dfinal, ctx.scale, ctx.needs_input_grad[3])
+    return *(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("fastweights::chunk_decay_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    query_scale: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    do: Tensor,
+    dfinal: Tensor,
+    scale: float,
+    gates_learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay, key_scale, value_scale, query_scale and state; empty where there is nothing to differentiate."""
+    x = _Chunks(q, k, v, log_decay, key_scale, value_scale, query_scale, cu_seqlens, scale)
+    do = x.cut(do)
+    spans = list(x.spans())
+
+    S = x.first_state(state)  # forwards again, for the state before each chunk
+    before = S.new_empty(len(x.k), *S.shape[1:])
+    for span, steps in spans:
+        f, b = _left(x.gates(span))
+        _recur(S, _times(x.k[span], b).mT @ x.v[span], f, steps, out=before[span])
+
+    dS = x.first_state(dfinal)  # then backwards, carrying the gradient of the state after each chunk to that of the state before it
+    dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+    dlog = torch.empty_like(x.log_decay) if gates_learn else None
+    for span, steps in reversed(spans):
+        q_, k_, v_, a_, S_, do_ = x.q[span], x.k[span], x.v[span], x.gates(span), before[span], do[span]
+        P, f, b, grad = _pairs(q_, k_, a_, do_ @ v_.mT)
+        fq, bk = _times(q_, f), _times(k_, b)
+        dS_ = _recur(dS, fq.mT @ do_, f, steps[::-1])
+        torch.bmm(P.mT, do_, out=dv[span])
+        dv[span].baddbmm_(bk, dS_)
+        dfq, dbk = do_ @ S_.mT, v_ @ dS_.mT
+        _add_times(grad.q, dfq, f, out=dq[span])
+        _add_times(grad.k, dbk, b, out=dk[span])
+        if dlog is not None:
+            df, db = _per_gate(fq.mul_(dfq), a_), _per_gate(bk.mul_(dbk), a_)  # the gradients of log f and log b
+            df[:, -1] += f[:, -1] * _per_gate(S_.mul_(dS_).sum(-1), a_)
+            dlog[span] = _log_gates(df, db, grad.straddling)
+    return *x.gradients(dq, dk, dv, dlog), x.last_state(dS)
+
+
+@_backward.register_fake
+def _(q, k, v, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, do, dfinal, scale, gates_learn):
+    operands = (q, k, v, log_decay if gates_learn else None, key_scale, value_scale, query_scale)
+    empty = dfinal.new_empty(0)
+    grads = (empty if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
+    return *grads, torch.empty_like(dfinal, memory_format=torch.contiguous_format)
+
+
+class _Chunks:
+    """The operands as used, ``[M, C, …]``: chunks and value heads share the first dimension M = chunks · Hv.
+
+    Both scales of a write act on its value, so that k stays as it came: k̂ v̂ᵀ = k (key_scale · value_scale · v)ᵀ.
+    """
+
+    def __init__(self, q, k, v, log_decay, key_scale, value_scale, query_scale, cu_seqlens, scale):
+        B, T, self.heads, _ = v.shape
+        self.given = (q, k, v, log_decay, key_scale, value_scale, query_scale)
+        self.scale = scale
+        self.real = _real(q.dtype)
+        self.segments = Segments.of(B, T, cu_seqlens)
+        self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.segments.steps]
+        """As the segments' steps, over M."""
+        self.state_shape = (self.segments.rows, self.heads, k.shape[3], v.shape[3])
+        self.q, self.k, self.v = self.cut(q).mul_(scale), self.cut(k), self.cut(v)
+        for y, factor in ((self.q, query_scale), (self.v, key_scale), (self.v, value_scale)):
+            if factor is not None:
+                y *= self.cut(factor).unsqueeze(-1)
+        self.log_decay = None if log_decay is None else self.cut(log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """``[B, T, heads, …] -> [M, C, …]`` in the working precision; key heads are repeated for their value heads."""
+        return _per_value_head(self.segments.cut(x, self.real), 1, self.heads).flatten(0, 1)
+
+    def join(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[M, C, …] -> [B, T, Hv, …]``."""
+        return self.segments.join(x.unflatten(0, (-1, self.heads)), dtype)
+
+    def first_state(self, state: Tensor | None) -> Tensor:
+        """A fresh copy, or zeros, ``[R · Hv, K, V]`` in the order of the steps."""
+        S = self.v.new_zeros(self.state_shape) if state is None else self.segments.sort(state.to(self.real))
+        return S.flatten(0, 1)
+
+    def last_state(self, S: Tensor) -> Tensor:
+        return self.segments.unsort(S.unflatten(0, self.state_shape[:2]))
+
+    def gates(self, span: slice) -> Tensor | None:
+        """a ``[…, C, K]``, ``[…, C, 1]``, or None."""
+        return None if self.log_decay is None else self.log_decay[span].exp()
+
+    def spans(self) -> Iterator[tuple[slice, list[slice]]]:
+        """M in runs of whole steps: each run's slice, and its steps counted from where it begins."""
+        steps = self.steps
+        limit = CPU_SPAN if self.v.device.type == "cpu" else len(self.v)
+        while steps:
+            start = steps[0].start
+            n = max(1, sum(step.stop - start <= limit for step in steps))
+            yield slice(start, steps[n - 1].stop), [slice(step.start - start, step.stop - start) for step in steps[:n]]
+            steps = steps[n:]
+
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dlog: Tensor | None) -> list[Tensor]:
+        """From the gradients of the operands as used to those of the operands as given, in their order."""
+        q, _, v, log_decay, key_scale, value_scale, query_scale = self.given
+        dq, dk, dv = self.join(dq.mul_(self.scale)), self.join(dk), self.join(dv)
+        dkey_scale = dvalue_scale = dquery_scale = None
+        if query_scale is not None:
+            dquery_scale = torch.linalg.vecdot(dq, _per_value_head(q, 2, self.heads).to(self.real))
+            dq *= _per_value_head(query_scale, 2, self.heads).unsqueeze(-1)
+        if key_scale is not None or value_scale is not None:
+            along = torch.linalg.vecdot(dv, v.to(self.real))
+            dkey_scale = along if value_scale is None else along * _per_value_head(value_scale, 2, self.heads)
+            dvalue_scale = along if key_scale is None else along * _per_value_head(key_scale, 2, self.heads)
+            for factor in (key_scale, value_scale):
+                if factor is not None:
+                    dv *= _per_value_head(factor, 2, self.heads).unsqueeze(-1)
+        if dlog is not None:
+            dlog = self.join(dlog)
+            dlog = dlog if log_decay.dim() == 4 else dlog.squeeze(-1)
+        grads = (dq, dk, dv, dlog, dkey_scale, dvalue_scale, dquery_scale)
+        return [dv.new_empty(0) if dx is None or x is None else _like(dx, x) for dx, x in zip(grads, self.given, strict=True)]
+
+
+def _per_value_head(x: Tensor, dim: int, heads: int) -> Tensor:
+    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
+
+
+def _like(dx: Tensor, x: Tensor) -> Tensor:
+    """The gradient ``[B, T, Hv, …]`` summed over the value heads that share a head of x, in x's dtype."""
+    return (dx if dx.shape[2] == x.shape[2] else dx.unflatten(2, (x.shape[2], -1)).sum(3)).to(x.dtype)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _recur(S: Tensor, writes: Tensor, f: Tensor | None, steps: list[slice], out: Tensor | None = None) -> Tensor:
+    """S ← f_C ∘ S + writes, step by step and in place; returns S as every chunk found it ``[…, K, V]``."""
+    found = torch.empty_like(writes) if out is None else out
+    for step in steps:
+        alive = S[: step.stop - step.start]
+        found[step] = alive
+        if f is None:
+            alive += writes[step]
+        else:
+            torch.addcmul(writes[step], alive, f[step, -1].unsqueeze(-1), out=alive)
+    return found
+
+
+class _PairGradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    straddling: list[tuple[Tensor, Tensor]]
+    """What each halving, from single tokens up, adds to the gradient of log f in the later halves, and of log b in the earlier ones."""
+
+
+def _pairs(q: Tensor, k: Tensor, a: Tensor | None, dP: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+    """P, f, b of the module's docstring, for gates a ``[…, C, K]``, ``[…, C, 1]`` or None; and with dP the gradients through P."""
+    if a is None:
+        P = (q @ k.mT).tril_()
+        return P, None, None, None if dP is None else _PairGradients(dP.tril_() @ k, dP.mT @ q, [])
+    if a.shape[-1] > 1:
+        return _halve(q, k, a, dP)
+    products, ones = q @ k.mT, torch.ones_like(a)  # one gate for all channels: it masks the plain products
+    mask, f, b, grad = _halve(ones, ones, a, None if dP is None else dP * products)
+    if dP is not None:
+        dP *= mask
+        grad = _PairGradients(dP @ k, dP.mT @ q, grad.straddling)
+    return products.mul_(mask), f, b, grad
+
+
+def _halve(q: Tensor, k: Tensor, a: Tensor, dP: Tensor | None) -> tuple[Tensor, Tensor, Tensor, _PairGradients | None]:
+    C = q.shape[-2]
+    P = q.new_zeros(*q.shape[:-1], C)
+    P.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    f, b = a.clone(), torch.ones_like(a)
+    grad = None
+    if dP is not None:
+        d = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        grad = _PairGradients(d * k, d * q, [])
+    for s, f_late, b_early in _grow(f, b):
+        late, early = _halves(q, s)[1] * f_late, _halves(k, s)[0] * b_early
+        _corner(P, s).copy_(_outer(late, early))
+        if grad is not None:
+            d = _corner(dP, s)
+            dlate, dearly = d @ early, d.mT @ late
+            _halves(grad.q, s)[1].addcmul_(dlate, f_late)
+            _halves(grad.k, s)[0].addcmul_(dearly, b_early)
+            grad.straddling.append((late.mul_(dlate), early.mul_(dearly)))
+    return P, f, b, grad
+
+
+def _left(a: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """f and b alone."""
+    if a is None:
+        return None, None
+    f, b = a.clone(), torch.ones_like(a)
+    for _ in _grow(f, b):
+        pass
+    return f, b
+
+
+def _grow(f: Tensor, b: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Grow f and b, in place, from blocks of one token to blocks of C. Yields, for s = 1, 2, 4 …, s itself, f of the later s tokens of each
+    block of 2s, and b of its earlier s tokens.
+    """
+    s = 1
+    while s < f.shape[-2]:
+        (f_early, f_late), b_early = _halves(f, s), _halves(b, s)[0]
+        yield s, f_late, b_early
+        b_early *= f_late[..., -1:, :]
+        f_late *= f_early[..., -1:, :]
+        s *= 2
+
+
+def _log_gates(df: Tensor, db: Tensor, straddling: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradient of log a from those of log f and log b: `_grow` backwards. Overwrites df and db."""
+    for late, early in reversed(straddling):
+        s = late.shape[-2]
+        (df_early, df_late), db_early = _halves(df, s), _halves(db, s)[0]
+        df_early[..., -1, :] += df_late.sum(-2)
+        df_late[..., -1, :] += db_early.sum(-2)
+        df_late += late
+        db_early += early
+    return df
+
+
+def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
+    """The earlier and the later s tokens of every block of 2s: ``[…, C, K] -> 2 × […, C / 2s, s, K]``, views."""
+    early, late = x.unflatten(-2, (-1, 2, s)).unbind(-3)
+    return early, late
+
+
+def _corner(P: Tensor, s: int) -> Tensor:
+    """Where the later half of every block of 2s meets the earlier: ``[…, C, C] -> […, C / 2s, s, s]``, a view."""
+    blocks = P.unflatten(-1, (-1, 2, s))[..., 0, :].unflatten(-3, (-1, 2, s))[..., 1, :, :, :]  # […, n, s, n, s]
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    return x * y.mT if x.shape[-1] == 1 else x @ y.mT
+
+
+def _add_times(x: Tensor, y: Tensor, factor: Tensor | None, out: Tensor) -> None:
+    if factor is None:
+        torch.add(x, y, out=out)
+    else:
+        torch.addcmul(x, y, factor, out=out)
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _per_gate(x: Tensor, a: Tensor) -> Tensor:
+    """Summed over channels where one gate serves them all."""
+    return x.sum(-1, keepdim=True) if a.shape[-1] == 1 else x
