@@ -9,6 +9,8 @@ Decay comes before the erase. Every faster form is tested against these two func
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ def _loop(write, q, k, v, coef, scale, state, cu_seqlens):
     rows = B if cu_seqlens is None else len(bounds) - 1
     initial = q.new_zeros(rows, Hv, K, V) if state is None else state.to(dtype)
     outputs, finals = [], []
-    for document, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (start, end) in enumerate(pairwise(bounds)):
         S = initial if cu_seqlens is None else initial[document : document + 1]
         for t in range(start, end):
             S = write(S, k[:, t], v[:, t], a[:, t].unsqueeze(-1), beta[:, t].unsqueeze(-1))

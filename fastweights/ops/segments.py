@@ -50,12 +50,12 @@ class Segments:
         ``cu_seqlens`` on a CUDA device this waits for the device.
         """
         if cu_seqlens is None or len(cu_seqlens) == 2:
-            chunk = _fit(chunk, tokens)
+            chunk = fit(chunk, tokens)
             count = -(-tokens // chunk)
             return Segments(batch, tokens, chunk, batch, [slice(n * batch, (n + 1) * batch) for n in range(count)], None, None)
         starts = cu_seqlens[:-1].long()
         lengths = cu_seqlens[1:].long() - starts
-        chunk = _fit(chunk, int(lengths.max()))
+        chunk = fit(chunk, int(lengths.max()))
         chunks = (lengths + chunk - 1).div(chunk, rounding_mode="floor")
         order = chunks.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
@@ -119,7 +119,8 @@ class Segments:
             yield tokens[:, whole * self.chunk :], chunks[:, whole, :tail]
 
 
-def _fit(chunk: int, longest: int) -> int:
+def fit(chunk: int, longest: int) -> int:
+    """The chunk size for documents of up to ``longest`` tokens: halved (down to 16) until the longest fills more than half of it."""
     while chunk > SHORTEST and longest <= chunk // 2:
         chunk //= 2
     return chunk

@@ -2,12 +2,11 @@
 
     @pytest.mark.parametrize("case", sample(DELTA))
     def test_chunk_delta(case):
-        problem = make(case)
-        compare(run(chunk_delta, problem), run(reference_delta, problem), run(reference_delta, problem.double()))
+        check(chunk_delta, reference_delta, make(case))
 
 `sample` covers every pair of factor values (the full product has millions of cases); a fixed part of it is quick, the rest is marked
-``full``. `run` returns the outputs and all gradients by name. `compare` holds the rule: no absolute tolerance, but the error that plain
-torch makes in the same dtype.
+``full``. `check` runs both, forward and backward, and compares outputs and all gradients. `compare` holds the rule: no absolute tolerance,
+but the error that plain torch makes in the same dtype.
 """
 
 from __future__ import annotations
@@ -26,8 +25,13 @@ from torch import Tensor
 
 from fastweights.notation import Coefficients
 
+Form = Callable[..., tuple[Tensor, Tensor]]
+
 LARGEST = 14_000_000
 """Bound on T·rows·Hv·K·V of one case: the reference keeps that many floats, several times over, for its backward."""
+
+FEW = 16
+"""A chunkwise form passes twice through sums of C = 64 rounded products, each worth about √64 units in the last place."""
 
 DELTA: dict[str, Sequence[Any]] = {
     "T": (65, 0, 1, 2, 15, 16, 17, 63, 64, 100, 127, 200),
@@ -94,15 +98,15 @@ class Problem:
     grad_o: Tensor | None
     grad_state: Tensor | None
 
-    def double(self) -> Problem:
-        """The same numbers in float64."""
+    def to(self, dtype: torch.dtype) -> Problem:
+        """The same numbers in float64, or rounded to float32."""
 
-        def wide(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.double()
+        def cast(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(dtype)
 
         names = ("q", "k", "v", "state", "grad_o", "grad_state")
-        changed: dict[str, Any] = {name: wide(getattr(self, name)) for name in names}
-        return dataclasses.replace(self, coef=Coefficients(*map(wide, self.coef)), **changed)
+        changed: dict[str, Any] = {name: cast(getattr(self, name)) for name in names}
+        return dataclasses.replace(self, coef=Coefficients(*map(cast, self.coef)), **changed)
 
 
 def sample(factors: dict[str, Sequence[Any]], quick: int = 3, keep: Callable[[Case], bool] = lambda case: True) -> list[Any]:
@@ -219,7 +223,7 @@ def _upstream(case: Case, only: str, grad: Tensor) -> Tensor | None:
     return grad if case.upstream in ("dense", only) else None
 
 
-def run(form: Callable[..., tuple[Tensor, Tensor]], problem: Problem) -> dict[str, Tensor]:
+def run(form: Form, problem: Problem) -> dict[str, Tensor]:
     """Outputs and all gradients of one call, by name; a gradient that does not exist (nothing flows back) is zeros."""
     leaves: dict[str, Tensor] = {
         name: x.detach().requires_grad_()
@@ -237,20 +241,44 @@ def run(form: Callable[..., tuple[Tensor, Tensor]], problem: Problem) -> dict[st
     return {"o": o.detach(), "final state": state.detach(), **grads}
 
 
-def compare(got: dict[str, Tensor], baseline: dict[str, Tensor], truth: dict[str, Tensor], *, few: float = 4) -> None:
-    """The rule: the largest error of a tensor is at most twice the baseline's (plain torch in the same dtype) plus a few units in the
-    last place of the tensor's largest number. ``truth`` is the reference in float64. Infinity is right where truth overflows the dtype."""
+def check(form: Form, baseline: Form, problem: Problem, *, few: float = FEW, precision: torch.dtype | None = None) -> None:
+    """``form`` is as good as ``baseline``, plain torch run in the problem's dtype; the truth is the baseline in float64.
+
+    A form tested in float64 has no finer truth: it may err as the baseline does in float32, shrunk by the ratio of their precisions.
+    """
+    same = problem.to(torch.float32) if problem.q.dtype == torch.float64 else problem
+    compare(run(form, problem), run(baseline, same), run(baseline, problem.to(torch.float64)), few=few, precision=precision)
+
+
+def compare(
+    got: dict[str, Tensor],
+    baseline: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    *,
+    few: float = FEW,
+    precision: torch.dtype | None = None,
+) -> None:
+    """The rule: the largest error of a tensor is at most twice the baseline's plus ``few`` units in the last place of its largest number.
+
+    The units are those of ``precision``, in which the form multiplies: float32 unless said otherwise (float64 for float64), also where the
+    result is rounded to a half. Infinity is right where the truth overflows the dtype.
+    """
     assert got.keys() == baseline.keys() == truth.keys()
     for name, x in got.items():
-        assert x.shape == truth[name].shape, f"{name}: shape {tuple(x.shape)}, not {tuple(truth[name].shape)}"
+        exact, plain = truth[name], baseline[name]
+        assert x.shape == exact.shape, f"{name}: shape {tuple(x.shape)}, not {tuple(exact.shape)}"
         if not x.numel():
             continue
-        error, allowed = largest_error(x, truth[name]), 2 * largest_error(baseline[name].to(x.dtype), truth[name])
-        allowed += few * torch.finfo(x.dtype).eps * truth[name].abs().max().item()
-        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g} allowed (largest value {truth[name].abs().max().item():.3g})"
+        double = x.dtype == torch.float64
+        eps = torch.finfo(precision or (x.dtype if double else torch.float32)).eps
+        allowed = 2 * largest_error(plain if double else plain.to(x.dtype), exact)
+        if double:
+            allowed *= eps / torch.finfo(plain.dtype).eps
+        error, allowed = largest_error(x, exact), allowed + few * eps * exact.abs().max().item()
+        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g} allowed (largest value {exact.abs().max().item():.3g})"
 
 
 def largest_error(x: Tensor, truth: Tensor) -> float:
-    """Infinity for a NaN; 0 where x is the truth as its dtype can say it."""
-    error = torch.where(x == truth.to(x.dtype), 0.0, (x.double() - truth).abs())
+    """Infinity for a NaN; an infinity is no error where the truth overflows x's dtype."""
+    error = (x.double() - truth).abs().masked_fill(x.isinf() & (x == truth.to(x.dtype)), 0.0)
     return error.nan_to_num(nan=math.inf, posinf=math.inf).max().item()

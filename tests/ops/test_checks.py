@@ -29,7 +29,7 @@ def test_good_operands_pass():
     check(make(Case(T=0, rows="packed")))
     check(make(Case(decay="channel", beta=None)), family="decay")
     check(key_scale=ONES(B, T, HV), value_scale=ONES(B, T, HK), query_scale=ONES(B, T, HV))
-    wide = GOOD.double()
+    wide = GOOD.to(torch.float64)
     check(wide)
     check(wide, beta=wide.coef.beta.float())
 

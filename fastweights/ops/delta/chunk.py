@@ -1,0 +1,310 @@
+"""The ``delta`` family chunk by chunk, with its backward written out. Only the memory passes from chunk to chunk in a loop.
+
+Within a chunk let g = cumsum(log_decay), D_ij = exp(g_i − g_j) for i ≥ j and 0 above, S the memory before the chunk. The error that token i
+corrects, e_i = v̂_i − S̃_iᵀk̂_i, sees the writes β_j k̂_j e_jᵀ of the tokens before it, so all errors of a chunk solve one triangular system:
+
+    L = strictly lower part of (K̂K̂ᵀ ∘ D) diag(β)        P = lower part of (Q̂K̂ᵀ ∘ D) diag(β)        w_j = exp(g_C − g_j) β_j
+    (I + L) E = V̂ − diag(eᵍ) K̂ S          O = diag(eᵍ) Q̂ S + P E          S ← exp(g_C) S + K̂ᵀ diag(w) E
+
+Every exponent is ≤ 0. β stands on the right, so nothing is divided by it. The inverse of I + L is built in full precision from the inverses
+of blocks on its diagonal. The forward keeps it, E, and S before each chunk; everything else the backward makes again. The derivation is in
+docs/chunkwise.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastweights.notation import Coefficients
+from fastweights.ops.segments import Segments, fit
+
+BLOCK = 16
+"""Triangles up to this size are inverted by substitution."""
+
+
+def chunk_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coef: Coefficients,
+    *,
+    scale: float = 1.0,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference_delta`: o ``[B, T, Hv, V]`` in v's dtype and S ``[R, Hv, K, V]``; arithmetic in float32, or float64 for float64 inputs.
+
+    One custom op, so torch.compile keeps it whole; it can be differentiated once.
+    """
+    operands = (q, k, v, *coef, state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    o, final, *_ = _forward(*operands, cu_seqlens, scale, keep)
+    return o, final
+
+
+@torch.library.custom_op("fastweights::chunk_delta", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    query_scale: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o and the final state; for the backward (empty unless ``keep``) the inverses, the errors E, and the memory before each chunk."""
+    x = _Chunks(q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale)
+    e = x.cut_values(v, value_scale)
+    P, L = x.products(x.decay * x.beta.unsqueeze(-2)).unbind(1)
+    inverse = _inverse(L)
+    o = torch.empty_like(e)
+    S = x.first_state(state)
+    memories = S.new_empty((len(e) if keep else 0, *S.shape[1:]))
+    for step in x.steps:
+        now = S[: step.stop - step.start]
+        if keep:
+            memories[step] = now
+        z = torch.bmm(x.y[step], now).mul_(x.reach[step])
+        rest = torch.sub(e[step], z[:, x.C :], out=z[:, x.C :])
+        torch.bmm(inverse[step], rest, out=e[step])
+        torch.baddbmm(z[:, : x.C], P[step], e[step], out=o[step])
+        now.mul_(x.total[step]).baddbmm_(x.k[step].mT, e[step] * x.weight[step])
+    if not keep:
+        inverse, e = inverse.new_empty(0), e.new_empty(0)
+    return x.join(o, v.dtype), x.last_state(S), inverse, e, memories
+
+
+@_forward.register_fake
+def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, scale, keep):
+    (B, T, Hv, V), K = v.shape, k.shape[3]
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    real = _real(q.dtype)
+    o, final = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty((rows, Hv, K, V), dtype=real)
+    if not keep:
+        return o, final, *(v.new_empty(0, dtype=real) for _ in range(2)), v.new_empty((0, K, V), dtype=real)
+    if cu_seqlens is None:
+        C = fit(64, T)
+        size: tuple = (B * -(-T // C) * Hv, C)
+    else:
+        context = torch.library.get_ctx()
+        size = (context.new_dynamic_size(), context.new_dynamic_size())
+    M, C = size
+    return o, final, *(v.new_empty(shape, dtype=real) for shape in ((M, C, C), (M, C, V), (M, K, V)))
+
+
+def _save(ctx, inputs, output):
+    *operands, ctx.scale, _ = inputs
+    _, _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, *kept)
+
+
+def _differentiate(ctx, do, dfinal, *_):
+    q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, inverse, e, memories = ctx.saved_tensors
+    grads = _backward(
+        q, k, v, beta, log_decay, key_scale, value_scale, query_scale, cu_seqlens, inverse, e, memories, do, dfinal, ctx.scale
+    )
+    given = (q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state)
+    return *(grad if x is not None else None for x, grad in zip(given, grads, strict=True)), None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("fastweights::chunk_delta_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    query_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    inverse: Tensor,
+    e: Tensor,
+    memories: Tensor,
+    do: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, log_decay, key_scale, value_scale, query_scale and state."""
+    x = _Chunks(q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale)
+    C = x.C
+    do = torch.zeros_like(e) if do is None else x.cut(do)
+    raw = x.products(x.decay)  # P and L without β
+    P = raw[:, 0] * x.beta.unsqueeze(-2)
+
+    dS = x.first_state(dfinal)
+    dy, dk, dv = torch.empty_like(x.y), torch.empty_like(x.k, memory_format=torch.contiguous_format), torch.empty_like(e)
+    dproducts = torch.empty_like(raw).flatten(1, 2)
+    dreach, dweight, dtotal = x.y.new_empty(x.y.shape[:2]), torch.empty_like(x.beta), x.y.new_empty(len(e))
+    for step in reversed(x.steps):
+        now, S, e_, weight, total = dS[: step.stop - step.start], memories[step], e[step], x.weight[step], x.total[step]
+        de = torch.bmm(x.k[step], now)
+        dweight[step] = (de * e_).sum(-1)
+        de = torch.baddbmm(de.mul_(weight), P[step].mT, do[step])
+        torch.bmm(inverse[step].mT, de, out=dv[step])
+        dz = torch.cat([do[step], -dv[step]], dim=1)
+        torch.bmm(dz, e_.mT, out=dproducts[step])
+        dz.mul_(x.reach[step])
+        torch.bmm(dz, S.mT, out=dy[step])
+        dreach[step] = (dy[step] * x.y[step]).sum(-1)
+        torch.bmm(e_ * weight, now.mT, out=dk[step])
+        dtotal[step] = (now * S).sum((1, 2))
+        now.mul_(total).baddbmm_(x.y[step].mT, dz)
+
+    dproducts = dproducts.unflatten(1, (2, C))
+    dproducts[:, 1].diagonal(dim1=1, dim2=2).zero_()
+    pairs = (dproducts * raw).sum(1)  # ∂/∂ log D, but for β
+    dbeta = pairs.sum(-2) + dweight * x.fade
+    pairs *= x.beta.unsqueeze(-2)
+    dproducts *= (x.decay * x.beta.unsqueeze(-2)).unsqueeze(1)
+    dproducts = dproducts.flatten(1, 2)
+    dk.baddbmm_(dproducts.mT, x.y)
+    dy.baddbmm_(dproducts, x.k)
+    dy[:, C:] += dk
+    dq, dk = x.join(dy[:, :C].mul_(scale)), x.join(dy[:, C:])
+
+    # A decay at t acts on every pair i ≥ t > j, on the reads of S at i ≥ t, on the writes to S at j < t, and on S itself. Sums of these
+    # terms alone lose nothing; differences of row and column sums would.
+    before = torch.ones(C, C, dtype=e.dtype, device=e.device).triu(1)  # [j, t]: j < t
+    dlog_decay = (pairs @ before).tril_().sum(-2) + (dweight * x.weight.squeeze(-1)) @ before
+    dlog_decay += dreach.unflatten(1, (2, C)).sum(1) @ (1 - before) + (dtotal * x.total.flatten()).unsqueeze(-1)
+    dq, dquery_scale = _unscale(dq, q, query_scale)
+    dk, dkey_scale = _unscale(dk, k, key_scale)
+    dv, dvalue_scale = _unscale(x.join(dv), v, value_scale)
+    dbeta = _like(x.join(dbeta), beta)
+    dlog_decay = _like(x.join(dlog_decay), log_decay)
+    return dq, dk, dv, dbeta, dlog_decay, dkey_scale, dvalue_scale, dquery_scale, x.last_state(dS)
+
+
+@_backward.register_fake
+def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, cu_seqlens, inverse, e, memories, do, dfinal, scale):
+    (B, _, Hv, V), K = v.shape, k.shape[3]
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    grads = (
+        e.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, beta, log_decay, key_scale, value_scale, query_scale)
+    )
+    return *grads, e.new_empty((rows, Hv, K, V))
+
+
+class _Chunks:
+    """What forward and backward both need. Chunks and value heads share the first dimension M = chunks · Hv."""
+
+    def __init__(self, q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale):
+        B, T, self.heads, _ = v.shape
+        self.real = _real(q.dtype)
+        self.segments = Segments.of(B, T, cu_seqlens)
+        self.C = C = self.segments.chunk
+        self.state_shape = (self.segments.rows, self.heads, k.shape[3], v.shape[3])
+        self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.segments.steps]
+        """As the segments' steps, over M."""
+        self.y = self._queries_and_keys(q, k, query_scale, key_scale, scale)
+        """q̂ (times scale) above k̂ ``[M, 2C, K]``."""
+        self.k = self.y[:, C:]
+        a = self.y.new_zeros((len(self.y), C)) if log_decay is None else self.cut(log_decay)
+        not_after = torch.ones(C, C, dtype=torch.bool, device=a.device).triu()
+        since = a.unsqueeze(-1).expand(-1, C, C).masked_fill(not_after, 0).cumsum(-2)
+        """log D: the decays after j up to i, summed: in a difference of longer sums one decay of −50 would drown the small ones."""
+        self.fade = since[:, -1].exp()
+        """exp(g_C − g) ``[M, C]``."""
+        self.decay = since.exp_().tril_()
+        """D ``[M, C, C]``."""
+        self.beta = torch.ones_like(a) if beta is None else self.cut(beta)
+        self.weight = (self.fade * self.beta).unsqueeze(-1)
+        """w ``[M, C, 1]``."""
+        self.reach = a.double().cumsum(-1).exp_().to(a.dtype).repeat(1, 2).unsqueeze(-1)
+        """exp(g), for queries and for keys ``[M, 2C, 1]``."""
+        self.total = self.reach[:, -1:]
+        """exp(g_C) ``[M, 1, 1]``."""
+
+    def cut(self, x: Tensor) -> Tensor:
+        """``[B, T, heads, …] -> [M, C, …]`` in the working precision; key heads are repeated for their value heads."""
+        return _per_value_head(self.segments.cut(x, self.real), 1, self.heads).flatten(0, 1)
+
+    def cut_values(self, v: Tensor, value_scale: Tensor | None) -> Tensor:
+        v = self.cut(v)
+        return v if value_scale is None else v.mul_(self.cut(value_scale).unsqueeze(-1))
+
+    def join(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[M, C, …] -> [B, T, Hv, …]``."""
+        return self.segments.join(x.unflatten(0, (-1, self.heads)), dtype)
+
+    def first_state(self, state: Tensor | None) -> Tensor:
+        """A fresh copy, or zeros, ``[R · Hv, K, V]`` in the order of the steps."""
+        S = self.y.new_zeros(self.state_shape) if state is None else self.segments.sort(state.to(self.real))
+        return S.flatten(0, 1)
+
+    def last_state(self, S: Tensor) -> Tensor:
+        return self.segments.unsort(S.unflatten(0, self.state_shape[:2]))
+
+    def products(self, decay: Tensor) -> Tensor:
+        """The lower parts of Q̂K̂ᵀ and K̂K̂ᵀ times ``decay [M, C, C]``: ``[M, 2, C, C]``."""
+        return torch.bmm(self.y, self.k.mT).unflatten(1, (2, self.C)).mul_(decay.unsqueeze(1))
+
+    def _queries_and_keys(self, q, k, query_scale, key_scale, scale):
+        (_, _, Hk, K), cut = k.shape, self.segments.cut
+        y = torch.empty((self.segments.chunks, Hk, self.heads // Hk, 2, self.C, K), dtype=self.real, device=k.device)
+        for half, x in enumerate((q, k)):
+            cut(x, out=y[:, :, 0, half])
+        y[:, :, 1:] = y[:, :, :1]
+        y = y.flatten(0, 2)
+        for half, factor in enumerate((query_scale, key_scale)):
+            if factor is not None:
+                y[:, half].mul_(self.cut(factor).unsqueeze(-1))
+        y[:, 0].mul_(scale)
+        return y.flatten(1, 2)
+
+
+def _inverse(L: Tensor) -> Tensor:
+    """(I + L)⁻¹ for strictly lower triangular L ``[M, C, C]``, C = 16 · 2ⁿ; what lies on and above L's diagonal is not read.
+
+    [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹BA⁻¹, D⁻¹]]. Unlike a Neumann series nothing here grows that is not in the inverse: on equal
+    keys the powers of L explode, while the inverse stays below β.
+    """
+    M, C, _ = L.shape
+    if C <= BLOCK:
+        identity = torch.eye(C, dtype=L.dtype, device=L.device)
+        return torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False, unitriangular=True)
+    h = C // 2
+    halves = _inverse(torch.stack([L[:, :h, :h], L[:, h:, h:]], dim=1).flatten(0, 1)).unflatten(0, (M, 2))
+    inverse = torch.zeros_like(L)
+    inverse[:, :h, :h], inverse[:, h:, h:] = halves[:, 0], halves[:, 1]
+    inverse[:, h:, :h] = torch.bmm(halves[:, 1], torch.bmm(L[:, h:, :h], halves[:, 0])).neg_()
+    return inverse
+
+
+def _unscale(dx: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """From the gradient of factor·x per value head ``[B, T, Hv, X]`` to those of x and of the factor, in their heads and dtypes."""
+    Hv = dx.shape[2]
+    if factor is None:
+        return _per_own_head(dx, x.shape[2]).to(x.dtype), dx.new_empty(0)
+    dfactor = torch.linalg.vecdot(dx, _per_value_head(x, 2, Hv).to(dx.dtype))
+    dx = dx * _per_value_head(factor, 2, Hv).unsqueeze(-1)
+    return _per_own_head(dx, x.shape[2]).to(x.dtype), _per_own_head(dfactor, factor.shape[2]).to(factor.dtype)
+
+
+def _per_value_head(x: Tensor, dim: int, heads: int) -> Tensor:
+    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
+
+
+def _per_own_head(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3)
+
+
+def _like(grad: Tensor, x: Tensor | None) -> Tensor:
+    return grad.new_empty(0) if x is None else grad.to(x.dtype)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,189 @@
+"""The only place that picks form and backend of a recurrence; `explain` says what would run, and why.
+
+Forms: a few tokens go through the recurrent form, more through the chunkwise one. Backends: "reference" (the loop that defines the op),
+"torch" (anywhere), "triton" (CUDA, or the CPU under Triton's interpreter when asked for). "auto" takes Triton where it can run, else torch.
+
+A Triton twin lives in ``ops/<family>/chunk_triton.py`` as ``chunk_<family>_triton`` with the signature of every form, and in
+``ops/<family>/step_triton.py`` as ``<family>_step_triton_``. Each of the two modules says what its kernels cannot take in
+``why_not(q, k, v, coef) -> str | None``. They are imported when first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights.notation import Coefficients
+from fastweights.ops.checks import check_memory
+from fastweights.ops.decay.chunk import chunk_decay
+from fastweights.ops.decay.recurrent import decay_step_ as decay_step_torch_
+from fastweights.ops.decay.recurrent import recurrent_decay
+from fastweights.ops.delta.chunk import chunk_delta
+from fastweights.ops.delta.recurrent import delta_step_ as delta_step_torch_
+from fastweights.ops.delta.recurrent import recurrent_delta
+from fastweights.ops.reference import reference_decay, reference_delta
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+FEW = 4
+"""Up to this many tokens the recurrent form is the faster one."""
+
+_FORMS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("delta", "reference"): reference_delta,
+    ("delta", "recurrent"): recurrent_delta,
+    ("delta", "chunk"): chunk_delta,
+    ("delta", "step"): delta_step_torch_,
+    ("decay", "reference"): reference_decay,
+    ("decay", "recurrent"): recurrent_decay,
+    ("decay", "chunk"): chunk_decay,
+    ("decay", "step"): decay_step_torch_,
+}
+
+
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coef: Coefficients,
+    *,
+    scale: float = 1.0,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    validate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The ``delta`` family: S̃ = a_t S_{t-1}; S_t = S̃ + β_t k̂_t (v̂_t − S̃ᵀk̂_t)ᵀ; o_t = scale · S_tᵀ q̂_t.
+
+    Args:
+        q, k: ``[B, T, Hk, K]`` and v ``[B, T, Hv, V]``, one dtype.
+        coef: the write rule's coefficients, float32 (float64 where q is).
+        scale: factor on the read.
+        state: the memory to start from ``[R, Hv, K, V]``, float32 (float64 where q is); None is an empty one.
+        cu_seqlens: bounds of the documents packed into one row ``[documents + 1]``, int; then B = 1 and R is the number of documents.
+        backend: "auto", "reference", "torch" or "triton".
+        validate: read and check values on a device that is not the CPU too (this waits for it).
+
+    Returns:
+        o ``[B, T, Hv, V]`` in v's dtype and the new state, a fresh tensor. Both are differentiable in every operand.
+
+    Raises:
+        ValueError: for operands that do not fit (see `fastweights.ops.checks`), or a backend that cannot run them.
+    """
+    return _run("delta", q, k, v, coef, scale, state, cu_seqlens, backend, validate)
+
+
+def decay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coef: Coefficients,
+    *,
+    scale: float = 1.0,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    validate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The ``decay`` family: S_t = diag(a_t) S_{t-1} + k̂_t v̂_tᵀ; o_t = scale · S_tᵀ q̂_t. Everything else is as in `delta`."""
+    return _run("decay", q, k, v, coef, scale, state, cu_seqlens, backend, validate)
+
+
+def delta_step_(
+    q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, state: Tensor, *, scale: float = 1.0, backend: str = "auto", validate: bool = False
+) -> Tensor:
+    """A few tokens of `delta`, for inference: overwrites ``state [B, Hv, K, V]`` and returns o ``[B, T, Hv, V]``; no gradients."""
+    return _step("delta", q, k, v, coef, state, scale, backend, validate)
+
+
+def decay_step_(
+    q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, state: Tensor, *, scale: float = 1.0, backend: str = "auto", validate: bool = False
+) -> Tensor:
+    """A few tokens of `decay`, for inference: overwrites ``state [B, Hv, K, V]`` and returns o ``[B, T, Hv, V]``; no gradients."""
+    return _step("decay", q, k, v, coef, state, scale, backend, validate)
+
+
+def explain(
+    family: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coef: Coefficients,
+    *,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> str:
+    """What `delta` or `decay` (``family``) would run for these operands, and why. Raises as they would."""
+    check_memory(family, q, k, v, coef, cu_seqlens=cu_seqlens)
+    form, backend, reason = _choose(family, q, k, v, coef, backend)
+    return f"{family}: {form} form, {backend} backend: {reason}"
+
+
+def _run(family, q, k, v, coef, scale, state, cu_seqlens, backend, validate):
+    check_memory(family, q, k, v, coef, state=state, cu_seqlens=cu_seqlens, validate=validate)
+    form, backend, _ = _choose(family, q, k, v, coef, backend)
+    call = _triton_form(family, form) if backend == "triton" else _FORMS[family, form]
+    o, state = call(q, k, v, coef, scale=scale, state=state, cu_seqlens=cu_seqlens)
+    return o.to(v.dtype), state
+
+
+def _step(family, q, k, v, coef, state, scale, backend, validate):
+    check_memory(family, q, k, v, coef, state=state, validate=validate)
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend of a step must be one of auto, torch, triton; got {backend!r}")
+    why_not = "asked for torch" if backend == "torch" else _why_not_triton(family, "step", q, k, v, coef, backend)
+    call = _triton_form(family, "step") if why_not is None else _FORMS[family, "step"]
+    return call(q, k, v, coef, state, scale=scale)
+
+
+def _choose(family, q, k, v, coef, backend) -> tuple[str, str, str]:
+    """Form, backend and the reason for them."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend == "reference":
+        return "reference", "reference", "asked for"
+    if backend == "torch":
+        why_not = "asked for"
+    else:
+        refusal = _why_not_triton(family, "chunk", q, k, v, coef, backend)
+        if refusal is None:
+            return "chunk", "triton", "asked for" if backend == "triton" else "its kernels take these operands"
+        why_not = refusal
+    return ("recurrent" if q.shape[1] <= FEW else "chunk"), "torch", why_not
+
+
+def _why_not_triton(family, form, q, k, v, coef, backend) -> str | None:
+    """Why Triton cannot run this, or None if it can. Raises where Triton was asked for and cannot."""
+    reason = None
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not (q.is_cuda or interpreted):
+        reason = f"Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 and backend='triton'), and q is on {q.device.type}"
+    elif q.dtype == torch.float64:
+        reason = "Triton kernels take float16, bfloat16 and float32, and q is float64"
+    else:
+        twin = _twin(family, form)
+        reason = twin if isinstance(twin, str) else twin.why_not(q, k, v, coef)
+    if reason is not None and backend == "triton":
+        raise ValueError(f"backend='triton' cannot run this: {reason}")
+    return reason
+
+
+def _triton_form(family: str, form: str) -> Callable[..., Any]:
+    name = f"{family}_step_triton_" if form == "step" else f"{form}_{family}_triton"
+    return getattr(_twin(family, form), name)
+
+
+@torch.compiler.assume_constant_result
+def _twin(family: str, form: str) -> ModuleType | str:
+    """The module of the Triton twin, or why there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    module = f"fastweights.ops.{family}.{form}_triton"
+    if importlib.util.find_spec(module) is None:
+        return f"{form}_{family} has no Triton twin yet"
+    return importlib.import_module(module)
