@@ -66,7 +66,7 @@ def reverse_kernel(
         dout = tl.load(do + there, mask=live[None, :] & (vv < V)[:, None], other=0.0).to(DOT)
         keep = tl.load(rates + base * RATES * C + 8 * C + tl.zeros([BK], tl.int32))
         P = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        P *= decays(tl.load(number + 6 * C), tl.load(number + 7 * C), C, False) * tl.load(number + 4 * C)[:, None] * tl.load(number + 5 * C)[None, :]
+        P *= decays(tl.load(number + 6 * C), tl.load(number + 7 * C), C) * tl.load(number + 4 * C)[:, None] * tl.load(number + 5 * C)[None, :]
         now = dS.to(DOT)
         dU = tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + 2 * C)[None, :]
         dU = tl.dot(dout, P.to(DOT), dU, input_precision=PRECISION)
@@ -153,8 +153,9 @@ def gradient_kernel(
 
     keys = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
     queries = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
-    E *= decays(coarse, fine, C, False)
-    F *= -decays(coarse, fine, C, True)
+    under = decays(coarse, fine, C)
+    E *= under
+    F = tl.where(i[:, None] > i[None, :], -F * under, 0.0)
     in_chunk = tl.dot((F * kscale[None, :]).to(DOT), keys, input_precision=PRECISION)
     from_read = tl.dot((E * kscale[None, :]).to(DOT), keys, from_read * left[:, None], input_precision=PRECISION)
     from_write *= to_end[:, None]

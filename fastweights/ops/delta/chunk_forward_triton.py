@@ -50,11 +50,10 @@ def running(log_decay):
 
 
 @triton.jit
-def decays(coarse, fine, C: tl.constexpr, STRICT: tl.constexpr):
-    """``exp(g_t − g_j)`` for j ≤ t (STRICT: j < t), else 0."""
+def decays(coarse, fine, C: tl.constexpr):
+    """``exp(g_t − g_j)`` for j ≤ t, else 0."""
     i = tl.arange(0, C)
-    keep = (i[:, None] > i[None, :]) if STRICT else (i[:, None] >= i[None, :])
-    return tl.exp(tl.where(keep, (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :]), -float("inf")))
+    return tl.exp(tl.where(i[:, None] >= i[None, :], (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :]), -float("inf")))
 
 
 @triton.jit
@@ -98,9 +97,9 @@ def prepare_kernel(
 
     base = chunk * H + h
     square = base * C * C + i[:, None] * C + i[None, :]
-    P *= decays(coarse, fine, C, False) * qscale[:, None] * kscale[None, :]
-    tl.store(scores + square, P.to(scores.dtype.element_ty))
-    A = gram * decays(coarse, fine, C, True) * (b * kscale)[:, None] * kscale[None, :]
+    under = decays(coarse, fine, C) * kscale[None, :]
+    tl.store(scores + square, (P * under * qscale[:, None]).to(scores.dtype.element_ty))
+    A = tl.where(i[:, None] > i[None, :], gram * under * (b * kscale)[:, None], 0.0)
     tl.store(inverse + square, unit_lower_inverse(A, C).to(inverse.dtype.element_ty))
     row = rates + base * RATES * C + i
     tl.store(row, tl.where(live, b * vscale, 0.0))

@@ -3,7 +3,7 @@
 S̃_t = a_t S_{t-1},    e_t = v̂_t − S̃_tᵀ k̂_t,    S_t = S̃_t + β_t k̂_t e_tᵀ,    o_t = scale · S_tᵀ q̂_t
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: a custom op reads its types from them, and the tests' shape checker hides their names.
 
 import torch
 from torch import Tensor
