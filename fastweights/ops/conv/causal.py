@@ -1,0 +1,158 @@
+"""The short depthwise causal convolution in front of q, k and v, with its SiLU, its state, and packed documents.
+
+    y_t = silu(bias + Σ_{w<W} weight_w ∘ x_{t-(W-1)+w})
+
+The last tap sees the token itself. Before its first token a sequence sees its state: the last W − 1 inputs of the piece before it, or
+zeros. So each sequence is laid out behind its state, and one convolution without padding runs over all.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights.ops.checks import DTYPES, check_cu_seqlens, check_dtype, check_same_device, check_shape
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution of width W along T, and SiLU unless ``activation=False``.
+
+    Args:
+        x: ``[B, T, Ch]``; any T.
+        weight: ``[Ch, W]``, any W ≥ 1; as `torch.nn.Conv1d` has it, without its middle dimension. bias: ``[Ch]``.
+        state: the last W − 1 inputs before x, oldest first ``[R, W − 1, Ch]``; None is zeros. R is B, or the number of documents.
+        cu_seqlens: bounds of documents packed into one row ``[documents + 1]``; B must be 1. No tap crosses a document's start.
+
+    Returns:
+        y ``[B, T, Ch]`` in x's dtype (computed in float32 at least), and the new state, in x's dtype and fresh. Both are differentiable,
+        once, in x, weight, bias and state; the backward keeps its operands and nothing else.
+
+    Raises:
+        ValueError: for shapes, dtypes, devices or bounds that do not fit.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("x", x, "B T Ch", sizes)
+    check_shape("weight", weight, "Ch W", sizes)
+    if sizes["W"] < 1:
+        raise ValueError("weight must have at least one tap, W ≥ 1; got W = 0")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"])
+    if bias is not None:
+        check_shape("bias", bias, "Ch", sizes)
+    past = sizes["W"] - 1
+    if state is not None:
+        sizes |= {"R": sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1, "W−1": past}
+        check_shape("state", state, "R W−1 Ch", sizes)
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
+        if tensor is not None:
+            check_dtype(name, tensor, DTYPES)
+    check_same_device(x=x, weight=weight, bias=bias, state=state)
+
+    if cu_seqlens is None:
+        state = x.new_zeros(len(x), past, x.shape[2]) if state is None else state.to(x.dtype)
+        laid = torch.cat([state, x], dim=1)
+        return _convolve(laid, weight, bias, activation), laid[:, x.shape[1] :].clone()
+    layout = _Layout.of(cu_seqlens.to(x.device), x.shape[1], past)
+    laid = x.new_zeros(x.shape[1] + layout.before.numel(), x.shape[2])
+    laid.index_copy_(0, layout.tokens, x[0])
+    if state is not None:
+        laid.index_copy_(0, layout.before.flatten(), state.flatten(0, 1).to(x.dtype))
+    y = _convolve(laid.unsqueeze(0), weight, bias, activation)
+    return y.index_select(1, layout.tokens - past), laid[layout.after]
+
+
+class _Layout(NamedTuple):
+    """Where things lie when every document stands behind its W − 1 rows of state."""
+
+    tokens: Tensor
+    """The row of every token ``[T]``."""
+    before: Tensor
+    """The rows of every document's state ``[R, W − 1]``."""
+    after: Tensor
+    """The last W − 1 rows of every document: its next state ``[R, W − 1]``."""
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, tokens: int, past: int) -> "_Layout":
+        bounds = cu_seqlens.long()
+        rows = len(bounds) - 1
+        device = bounds.device
+        document = torch.arange(rows, device=device)
+        of_token = torch.repeat_interleave(document, bounds.diff(), output_size=tokens)
+        taps = torch.arange(past, device=device)
+        return _Layout(
+            tokens=torch.arange(tokens, device=device) + (of_token + 1) * past,
+            before=(bounds[:-1] + document * past).unsqueeze(-1) + taps,
+            after=(bounds[1:] + document * past).unsqueeze(-1) + taps,
+        )
+
+
+@torch.library.custom_op("fastweights::causal_conv", mutates_args=())
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
+    """``[B, W − 1 + T, Ch] -> [B, T, Ch]``."""
+    y = _taps(x, weight, bias)
+    return (F.silu(y, inplace=True) if activation else y).to(x.dtype)
+
+
+@_convolve.register_fake
+def _(x, weight, bias, activation):
+    return x.new_empty(x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
+
+
+@torch.library.custom_op("fastweights::causal_conv_backward", mutates_args=())
+def _convolve_backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, activation: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias (there is one even where bias is None)."""
+    real, (W, T) = _real(x), (weight.shape[1], dy.shape[1])
+    dy = dy.to(real)
+    if activation:
+        y = _taps(x, weight, bias)
+        s = y.sigmoid()
+        dy = dy * s.addcmul_(y.mul_(1 - s), s)  # silu' = s + y s (1 − s)
+    dx = torch.zeros_like(x, dtype=real, memory_format=torch.contiguous_format)
+    dweight = torch.empty_like(weight, dtype=real, memory_format=torch.contiguous_format)
+    for w in range(W):
+        dx[:, w : w + T].addcmul_(dy, weight[:, w].to(real))
+        dweight[:, w] = (dy * x[:, w : w + T]).sum((0, 1))
+    return dx.to(x.dtype), dweight.to(weight.dtype), dy.sum((0, 1)).to(weight.dtype if bias is None else bias.dtype)
+
+
+@_convolve_backward.register_fake
+def _(x, weight, bias, dy, activation):
+    dx, dweight = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
+    return dx, dweight, (weight if bias is None else bias).new_empty(len(weight))
+
+
+def _save(ctx, inputs, output):
+    *operands, ctx.activation = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _differentiate(ctx, dy):
+    x, weight, bias = ctx.saved_tensors
+    dx, dweight, dbias = _convolve_backward(x, weight, bias, dy, ctx.activation)
+    return dx, dweight, None if bias is None else dbias, None
+
+
+_convolve.register_autograd(_differentiate, setup_context=_save)
+
+
+def _taps(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Before the activation, in float32 at least."""
+    real, (W, T) = _real(x), (weight.shape[1], x.shape[1] - weight.shape[1] + 1)
+    weight = weight.to(real)
+    y = x[:, :T] * weight[:, 0] if bias is None else torch.addcmul(bias.to(real), x[:, :T].to(real), weight[:, 0])
+    for w in range(1, W):
+        y.addcmul_(x[:, w : w + T].to(real), weight[:, w])
+    return y
+
+
+def _real(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
