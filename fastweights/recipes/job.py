@@ -16,14 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastweights.evaluate.perplexity import LengthCurve, LengthScore, score_lengths
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.recipes.pool import Report
 from fastweights.recipes.settings import CompareSettings
 from fastweights.records import provenance
 from fastweights.train.corpus import Corpus, open_corpus
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import train
-
-Report = Callable[[str, int, int, str], None]
-"""Told (what is being done, how much is done, of how much, a number worth showing)."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +55,27 @@ class Job:
     settings: CompareSettings
     device: str
 
+    @property
+    def name(self) -> str:
+        """As people are told of it: the mixer, and what else tells it from the others."""
+        parts = [self.label]
+        if len(self.settings.sizes) > 1:
+            parts.append(self.size)
+        if len(self.settings.seeds) > 1:
+            parts.append(f"seed {self.seed}")
+        return " ".join(parts)
+
+    def run(self, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Train, measure, sample: `run_job`."""
+        return run_job(self, report, should_stop)
+
 
 def run_job(job: Job, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
     """Train (or go on, or load what is finished), measure, sample. None if `should_stop` ended it: a later call goes on."""
     tokenizer = load_tokenizer(job.settings.tokenizer)
     if not (job.folder / "model").exists() and not _train(job, tokenizer, report, should_stop):
         return None
-    model = FastWeightsForCausalLM.from_pretrained(job.folder / "model").to(job.device).eval()
+    model = FastWeightsForCausalLM.from_pretrained(job.folder / "model", device_map=job.device).eval()
     history = json.loads((job.folder / "training.json").read_text())
 
     def report_or_stop(*progress) -> None:
@@ -166,7 +178,7 @@ def _plain(score: LengthScore) -> dict[str, Any]:
     return score._asdict() | {name: getattr(score, name)._asdict() for name in ("bits_per_byte", "tail_bits_per_byte")}
 
 
-def _sample(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def _sample(job: Job, model: FastWeightsForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     wanted = job.settings.evaluate
     ids = tokenizer(wanted.prompt, add_special_tokens=False, return_tensors="pt").input_ids.long()
     ids = torch.cat([torch.tensor([[document_token_id(tokenizer)]]), ids], dim=1).to(model.device)
@@ -183,4 +195,4 @@ def _sample(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         pad_token_id=document_token_id(tokenizer),
         eos_token_id=document_token_id(tokenizer),
     )
-    return {"prompt": wanted.prompt, "text": tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)}
+    return {"prompt": wanted.prompt, "text": str(tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True))}

@@ -11,21 +11,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fastweights.recipes.job import Job, Report, run_job
-
 Row = dict[str, Any]
+Report = Callable[[str, int, int, str], None]
+"""Told (what is being done, how much is done, of how much, a number worth showing)."""
 _messages: Any = None
 _stop: Any = None
 
 
-def run_jobs(jobs: Sequence[Job], *, processes: int, threads: int, console: Console, on_row: Callable[[Row], None]) -> None:
+@runtime_checkable  # the shape checker of the tests asks
+class Work(Protocol):
+    """What the pool runs. Plain data: it travels to another process."""
+
+    @property
+    def name(self) -> str:
+        """As people are told of it."""
+
+    def run(self, report: Report, should_stop: Callable[[], bool]) -> Row | None:
+        """The row, or None if `should_stop` ended it: a later call goes on."""
+
+
+def run_jobs(jobs: Sequence[Work], *, processes: int, threads: int, console: Console, on_row: Callable[[Row], None]) -> None:
     """Run every job, `processes` at a time with `threads` each; `on_row` gets each row as it comes.
 
     The first interrupt (or SIGTERM) lets each job save a checkpoint; a second one does not wait.
@@ -38,7 +50,7 @@ def run_jobs(jobs: Sequence[Job], *, processes: int, threads: int, console: Cons
         if processes == 1:
             with _threads(threads):
                 for number, job in enumerate(jobs):
-                    row = run_job(job, report_of(number), interrupted)
+                    row = job.run(report_of(number), interrupted)
                     if row is None:
                         break
                     on_row(row)
@@ -48,7 +60,7 @@ def run_jobs(jobs: Sequence[Job], *, processes: int, threads: int, console: Cons
             raise KeyboardInterrupt
 
 
-def _run_in_processes(jobs: Sequence[Job], processes: int, threads: int, report_of, on_row, interrupted: Callable[[], bool]) -> None:
+def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report_of, on_row, interrupted: Callable[[], bool]) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
     messages, stop = context.Queue(), context.Event()
     with ProcessPoolExecutor(processes, context, _begin_worker, (messages, stop, threads)) as pool:
@@ -74,7 +86,7 @@ def _begin_worker(messages, stop, threads: int) -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _work(number: int, job: Job) -> Row | None:
+def _work(number: int, job: Work) -> Row | None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     last = 0.0
@@ -86,7 +98,7 @@ def _work(number: int, job: Job) -> Row | None:
             last = now
             _messages.put((number, phase, done, total, note))
 
-    row = None if _stop.is_set() else run_job(job, report, lambda: _stop.is_set() or not parent.is_alive())
+    row = None if _stop.is_set() else job.run(report, lambda: _stop.is_set() or not parent.is_alive())
     if not parent.is_alive():  # it was killed, and nobody else would end this process
         os._exit(1)
     return row
@@ -136,7 +148,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _board(jobs: Sequence[Job], console: Console) -> Iterator[Callable[[int], Report]]:
+def _board(jobs: Sequence[Work], console: Console) -> Iterator[Callable[[int], Report]]:
     """A line per job: what it does, a bar, a number, the time left. Without a terminal, a plain line where a phase begins."""
     columns = (
         TextColumn("{task.fields[label]:<22}"),
@@ -149,7 +161,7 @@ def _board(jobs: Sequence[Job], console: Console) -> Iterator[Callable[[int], Re
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = [progress.add_task("waiting", start=False, label=job_name(job), note="", total=1) for job in jobs]
+        tasks = [progress.add_task("waiting", start=False, label=job.name, note="", total=1) for job in jobs]
         phases: dict[int, str] = {}
 
         def report_of(number: int) -> Report:
@@ -158,22 +170,12 @@ def _board(jobs: Sequence[Job], console: Console) -> Iterator[Callable[[int], Re
                     phases[number] = phase
                     progress.reset(tasks[number], description=phase, total=total)
                     if not console.is_terminal:
-                        console.print(f"{job_name(jobs[number])}: {phase}", highlight=False)
+                        console.print(f"{jobs[number].name}: {phase}", highlight=False)
                 progress.update(tasks[number], completed=done, total=total, note=note)
 
             return report
 
         yield report_of
-
-
-def job_name(job: Job) -> str:
-    """As people are told of it: the mixer, and what else tells it from the others."""
-    parts = [job.label]
-    if len(job.settings.sizes) > 1:
-        parts.append(job.size)
-    if len(job.settings.seeds) > 1:
-        parts.append(f"seed {job.seed}")
-    return " ".join(parts)
 
 
 def cores() -> int:

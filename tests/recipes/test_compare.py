@@ -1,0 +1,258 @@
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from fastweights.models import FastWeightsForCausalLM
+from fastweights.read import READ_RULES
+from fastweights.recipes import job, pool
+from fastweights.recipes.compare import TOLERANCE, compare, count_parameters, equal_parameters, plan_comparison
+from fastweights.recipes.settings import Variant
+from fastweights.records import read_rows
+from fastweights.train.presets import SIZES, ModelSize, TrainSettings
+from fastweights.train.tokenizer import load_tokenizer
+from fastweights.write import WRITE_RULES
+
+
+@pytest.fixture
+def run(small):
+    """Compare in this process; returns (results, what the terminal showed)."""
+
+    def run(**changes):
+        console = Console(file=io.StringIO(), width=160)
+        return compare(small(**changes), console), console.file.getvalue()
+
+    return run
+
+
+def numbers(results):
+    """All that two runs of the same comparison must agree in."""
+    return [{k: row[k] for k in ("label", "seed", "training", "validation", "lengths", "positions", "sample")} for row in results["rows"]]
+
+
+def test_everything_a_comparison_leaves(run, tmp_path):
+    results, shown = run()
+    assert results == json.loads((tmp_path / "out/results.json").read_text()) | {"settings": results["settings"]}
+    assert [row["label"] for row in results["rows"]] == ["kla", "kla+ccq"] == [entry["label"] for entry in results["summary"]]
+    for row in results["rows"]:
+        assert {"command", "commit", "device", "versions", "time", "seed"} <= set(row)
+        assert row["tokens"] == 6 * 64 and [step for step, _ in row["training"]] == [128, 256, 384]
+        assert [point["length"] for point in row["lengths"]] == [16, 32, 64]
+        assert {point["tokens"] for point in row["lengths"]} == {128} and row["validation"]["tokens"] <= 256
+        assert 0 < row["validation"]["bits_per_byte"]["value"] < 9
+        assert row["sample"]["prompt"] == "the" and isinstance(row["sample"]["text"], str)
+        assert f"{row['parameters']:,}" in shown
+    assert results["summary"][1]["validation"]["difference"] is not None
+    assert (tmp_path / "out/report.html").read_text().startswith("<!doctype html>")
+    assert "kla+ccq: training" in shown and "kla+ccq: measuring" in shown and "Bits per byte" in shown and "report.html" in shown
+
+    (model_folder,) = (tmp_path / "out/models").glob("kla_ccq*/model") or (tmp_path / "out/models").glob("kla+ccq*/model")
+    model, tokenizer = FastWeightsForCausalLM.from_pretrained(model_folder), load_tokenizer(str(model_folder))
+    assert sum(p.numel() for p in model.parameters()) == results["rows"][1]["parameters"]
+    ids = tokenizer("the memory", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 13)
+    assert not list((tmp_path / "out/models").glob("*/checkpoint-*"))
+
+
+def test_what_is_finished_is_not_done_again(run, monkeypatch):
+    first, _ = run()
+    trained = []
+    monkeypatch.setattr(job, "run_job", lambda work, *rest: trained.append(work.label) or pytest.fail("trained again"))
+    again, shown = run()
+    assert numbers(again) == numbers(first) and "2 of 2 runs are finished already" in shown
+    monkeypatch.undo()
+    calls = _count(monkeypatch, job, "run_job")
+    run(mixers=("kla", "kla+ccq", "gated_deltanet"))
+    assert [work.label for work, *_ in calls] == ["gated_deltanet"]  # a mixer more is a run more
+
+
+def test_a_changed_setting_is_another_run_and_restart_is_a_fresh_one(run, small, monkeypatch):
+    run()
+    calls = _count(monkeypatch, job, "run_job")
+    run(train=dataclasses.replace(small().train, learning_rate=1e-3), mixers=("kla",))
+    run(seeds=(1,), mixers=("kla",))
+    assert len(calls) == 2
+    run(mixers=("kla",))
+    assert len(calls) == 2
+    run(mixers=("kla",), restart=True)
+    assert len(calls) == 3
+    rows = read_rows(small().out / "results.jsonl")
+    assert len(rows) == len({row["run"] for row in rows}) == 4  # kla three ways, and kla+ccq, which the restart left alone
+
+
+def test_another_way_to_measure_trains_nothing(run, small, monkeypatch):
+    run(mixers=("kla",))
+    calls = _count(monkeypatch, job, "train")
+    results, _ = run(mixers=("kla",), evaluate=dataclasses.replace(small().evaluate, longest=2))
+    assert not calls and [point["length"] for point in results["rows"][0]["lengths"]] == [16, 32]
+
+
+def test_an_interrupted_comparison_goes_on_as_if_nothing_had_been(run, tmp_path, monkeypatch):
+    straight, _ = run(out=tmp_path / "straight")
+    stops = iter([False, False, True])
+    monkeypatch.setattr(pool, "_interrupts", lambda console: _always(lambda: next(stops, True)))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert list((tmp_path / "out/models").glob("*/checkpoint-3")) and not (tmp_path / "out/results.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    resumed, _ = run()
+    assert numbers(resumed) == numbers(straight)
+
+
+def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():
+    console = Console(file=io.StringIO())
+    before = signal.getsignal(signal.SIGINT)
+    with pool._interrupts(console) as interrupted:
+        assert not interrupted()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted() and "saves a checkpoint" in console.file.getvalue()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is before
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(pool._interrupts(console).__enter__()()))  # no signals there, and no failure
+    thread.start()
+    thread.join()
+    assert answers == [False]
+
+
+def test_a_run_that_fails_loses_nothing_of_the_others(run, small, monkeypatch):
+    real = job.run_job
+
+    def fails(work, *rest):
+        if work.label == "kla+ccq":
+            raise FloatingPointError("step 3: the loss is nan")
+        return real(work, *rest)
+
+    monkeypatch.setattr(job, "run_job", fails)
+    with pytest.raises(FloatingPointError, match="step 3"):
+        run()
+    assert [row["label"] for row in read_rows(small().out / "results.jsonl")] == ["kla"]
+
+
+def test_the_same_batches_for_every_mixer(run, monkeypatch):
+    from fastweights.train import trainer
+
+    fed = {}
+
+    class Recording(trainer.PackedTrainer):
+        def training_step(self, model, inputs, *rest):
+            fed.setdefault(model.config.mixer, []).append(inputs["input_ids"].tolist())
+            return super().training_step(model, inputs, *rest)
+
+    monkeypatch.setattr(trainer, "PackedTrainer", Recording)
+    run()
+    assert fed["kla"] == fed["kla+ccq"] and len(fed["kla"]) == 6
+
+
+def test_parameters_are_equal_for_every_mixer_there_is():
+    labels = [w if r == "raw" else f"{w}+{r}" for w in WRITE_RULES for r in READ_RULES] + ["softmax", "kla+ccq,softmax"]
+    for size in SIZES.values():
+        matched = equal_parameters([Variant.parse(label) for label in labels], size, 258, {})
+        counts = [parameters for _, parameters in matched.values()]
+        assert max(counts) - min(counts) <= TOLERANCE * max(counts)
+        assert counts == [count_parameters(config) for config, _ in matched.values()]
+        assert min(config["intermediate_size"] for config, _ in matched.values()) == size.intermediate_size
+
+
+def test_sizes_are_what_their_names_say():
+    for name, size in SIZES.items():
+        (_, parameters), *_ = equal_parameters([Variant.parse("kla+ccq")], size, 258, {}).values()
+        assert parameters / 1e6 == pytest.approx(float(name.removesuffix("m")), rel=0.12)
+
+
+def test_settings_that_cannot_be_met_are_refused_before_any_work(small, tmp_path):
+    for changes, message in [
+        (dict(mixers=("kla+cqc",)), "cqc"),
+        (dict(mixers=("kla:eta_maxx=2",)), "eta_maxx"),
+        (dict(data=("nowhere",)), "no file or folder 'nowhere'"),
+        (dict(train=TrainSettings(steps=1, batch_tokens=2**20, sequence_length=2**20)), "do not fill one window"),
+        (dict(evaluate=dataclasses.replace(small().evaluate, longest=1024)), "too short for contexts of longest=1024 times"),
+        (dict(device="cuda"), "torch sees no GPU"),
+    ]:
+        if "cuda" in changes.values() and torch.cuda.is_available():
+            continue
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            plan_comparison(small(**changes))
+    assert not (tmp_path / "out").exists()
+    tiny = ModelSize(
+        hidden_size=1024, num_hidden_layers=1, num_heads=1, intermediate_size=1, expand_k=1 / 256, expand_v=1 / 256, conv_size=0
+    )
+    with pytest.raises(ValueError, match="take a larger size"):
+        equal_parameters([Variant.parse("kla"), Variant.parse("kla+ccq:intermediate_size=40")], tiny, 258, {})
+
+
+def test_text_to_validate_on_may_be_given(run, tmp_path):
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("a text that is long enough for a window of 64 tokens and one more, which is all it takes. " * 2)
+    results, _ = run(mixers=("kla",), validation=(str(held_out),))
+    assert results["text"]["validation_documents"] == 1
+    assert results["rows"][0]["validation"]["bits_per_byte"]["low"] is None  # one document says nothing about the spread
+
+
+def _count(monkeypatch, module, name):
+    real, calls = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or real(*args, **kwargs))
+    return calls
+
+
+class _always:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __enter__(self):
+        return self.answer
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_processes_survive_an_interrupt_and_a_kill(small, tmp_path, how):
+    """Two processes, the parent interrupted or killed in the middle; nobody is left, and the same command ends like the straight run."""
+    settings = small(train=dataclasses.replace(small().train, steps=60), processes=2)
+    straight = compare(dataclasses.replace(settings, out=tmp_path / "straight"), Console(file=io.StringIO()))
+    arguments = ["compare", "--mixers", *settings.mixers, "--data", *settings.data, "--out", str(settings.out), "--processes", "2"]
+    for part in (settings.change, settings.train, settings.evaluate):
+        for name, value in dataclasses.asdict(part).items():
+            if value is not None:
+                values = value if isinstance(value, tuple) else [value]
+                arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+    command = [sys.executable, "-c", "import sys; from fastweights.cli import main; sys.exit(main())", *arguments, "--device", "cpu"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 120
+    while not list(settings.out.glob("models/*/checkpoint-*/trainer_state.json")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    workers = _children(process.pid)
+    process.send_signal(how)
+    output = process.communicate(timeout=60)[0]
+    if how is signal.SIGINT:
+        assert process.returncode == 130 and "The same command goes on from here" in output and "Traceback" not in output
+    deadline = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{worker}") for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.1)
+    assert not (settings.out / "results.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert numbers(json.loads((settings.out / "results.json").read_text())) == json.loads(json.dumps(numbers(straight)))
+
+
+def _children(pid):
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(child) for child in listed.split()]

@@ -1,0 +1,93 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from fastweights import cli
+from fastweights.recipes.settings import CompareSettings
+
+
+@pytest.fixture
+def call(capsys):
+    """Run the command in this process: (exit code, what it printed)."""
+
+    def call(*arguments):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return call
+
+
+def test_help_names_every_command_and_explains_every_setting(call):
+    code, text = call("--help")
+    assert code == 0 and all(name in text for name in cli.COMMANDS)
+    for name, function in cli.COMMANDS.items():
+        code, text = call(name, "--help")
+        assert code == 0 and " ".join(function.__doc__.split())[:40] in " ".join(text.split())
+        for flag in ("--mixers", "--seeds", "--data", "--steps", "--learning-rate", "--hidden-size", "--longest", "--out", "--restart"):
+            assert flag in text
+        assert "None" not in text.split("--restart")[0].split("--mixers")[1]
+
+
+def test_help_is_quick_because_nothing_heavy_is_loaded():
+    code = "import sys; sys.argv = ['fastweights', '--help']\ntry:\n from fastweights.cli import main; main()\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules), 'loaded for --help'"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (("compare", "--mixers", "kla+cqc"), "cqc"),
+        (("compare", "--data", "no/such/folder"), "no file or folder 'no/such/folder'"),
+        (("compare", "--sizes", "9b"), "size '9b' is not one of"),
+        (("compare", "--steps", "0"), "steps=0 is not positive"),
+        (("compare", "--tokenizer", "./no-such-tokenizer"), "no-such-tokenizer"),
+        (("demo", "--precision", "fp8"), "fp8"),
+        (("fly",), "fly"),
+        ((), "compare"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_told_in_a_few_lines(call, monkeypatch, tmp_path, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    code, text = call(*arguments)
+    assert code == 2 and told in text and "Traceback" not in text and len(text.splitlines()) <= 8
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "package, extra", [("tyro", "cli"), ("rich", "cli"), ("accelerate", "train"), ("pyarrow", "train"), ("matplotlib", "report")]
+)
+def test_a_missing_extra_is_one_line_that_says_what_to_install(call, monkeypatch, package, extra):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
+    code, text = call("demo")
+    assert code == 2 and text == f"fastweights: this needs the extra '{extra}': pip install 'fastweights[{extra}]'\n"
+
+
+def test_an_interrupt_has_its_own_exit_code(call, monkeypatch):
+    def interrupted(settings: CompareSettings) -> None:
+        """Stops."""
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "compare", interrupted)
+    assert call("compare")[0] == 130
+
+
+def test_the_demo_with_its_own_settings_made_small(call, monkeypatch, tmp_path):
+    """The shipped command from the parser to the report: all four mixers on the standard library, in seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    small = "--steps 3 --batch-tokens 256 --sequence-length 64 --hidden-size 32 --num-hidden-layers 1 --intermediate-size 48"
+    measure = "--validation-tokens 512 --length-tokens 1024 --sample-tokens 5 --processes 1 --device cpu --log-every 1"
+    code, text = call("demo", *small.split(), *measure.split())
+    assert code == 0
+    for mixer in ("gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq"):
+        assert mixer in text
+    assert (tmp_path / "runs/demo/report.html").exists() and (tmp_path / "runs/demo/results.json").exists()
