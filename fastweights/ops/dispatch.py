@@ -136,7 +136,7 @@ def _step(family, q, k, v, coef, state, scale, backend, validate):
     check_memory(family, q, k, v, coef, state=state, validate=validate)
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend of a step must be one of auto, torch, triton; got {backend!r}")
-    why_not = "asked for torch" if backend == "torch" else _why_not_triton(family, "step", q, k, v, coef, backend)
+    why_not = "asked for torch" if backend == "torch" else why_not_triton(family, "step", backend, q, k, v, coef)
     call = _triton_form(family, "step") if why_not is None else _FORMS[family, "step"]
     return call(q, k, v, coef, state, scale=scale)
 
@@ -150,24 +150,24 @@ def _choose(family, q, k, v, coef, backend) -> tuple[str, str, str]:
     if backend == "torch":
         why_not = "asked for"
     else:
-        refusal = _why_not_triton(family, "chunk", q, k, v, coef, backend)
+        refusal = why_not_triton(family, "chunk", backend, q, k, v, coef)
         if refusal is None:
             return "chunk", "triton", "asked for" if backend == "triton" else "its kernels take these operands"
         why_not = refusal
     return ("recurrent" if q.shape[1] <= FEW else "chunk"), "torch", why_not
 
 
-def _why_not_triton(family, form, q, k, v, coef, backend) -> str | None:
-    """Why Triton cannot run this, or None if it can. Raises where Triton was asked for and cannot."""
-    reason = None
+def why_not_triton(family: str, form: str, backend: str, *operands: Any) -> str | None:
+    """Why Triton cannot run this form for these operands, q first; None if it can. Raises where Triton was asked for and cannot."""
+    q, reason = operands[0], None
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if not (q.is_cuda or interpreted):
         reason = f"Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 and backend='triton'), and q is on {q.device.type}"
     elif q.dtype == torch.float64:
         reason = "Triton kernels take float16, bfloat16 and float32, and q is float64"
     else:
-        twin = _twin(family, form)
-        reason = twin if isinstance(twin, str) else twin.why_not(q, k, v, coef)
+        module = twin(family, form)
+        reason = module if isinstance(module, str) else module.why_not(*operands)
     if reason is not None and backend == "triton":
         raise ValueError(f"backend='triton' cannot run this: {reason}")
     return reason
@@ -175,11 +175,11 @@ def _why_not_triton(family, form, q, k, v, coef, backend) -> str | None:
 
 def _triton_form(family: str, form: str) -> Callable[..., Any]:
     name = f"{family}_step_triton_" if form == "step" else f"{form}_{family}_triton"
-    return getattr(_twin(family, form), name)
+    return getattr(twin(family, form), name)
 
 
 @torch.compiler.assume_constant_result
-def _twin(family: str, form: str) -> ModuleType | str:
+def twin(family: str, form: str) -> ModuleType | str:
     """The module of the Triton twin, or why there is none."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

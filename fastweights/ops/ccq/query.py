@@ -1,0 +1,247 @@
+"""The Curvature-Conditioned Query: q'_t = q_t − λ_t Σ_t q_t, with Σ_t the covariance of the keys so far, kept centred.
+
+    w_t = a_t w_{t-1} + 1,   d_t = k_t − μ_{t-1},   μ_t = μ_{t-1} + d_t / w_t,
+    C_t = a_t C_{t-1} + c_t d_t d_tᵀ,   c_t = a_t w_{t-1} / w_t,   Σ_t = C_t / w_t
+
+C is a ``decay`` memory with key d and value c·d, and C_t q_t its read. So are, before it, the sums behind μ and w: with one key channel
+that is always 1, the memory of the value (k_t − r, 1) is (w_t (μ_t − r), w_t). The reference r is a number close to the keys, the mean that
+the sequence starts from or else its first key: what is summed is of the size of the keys' spread, and no digits are lost when keys crowd.
+r changes no result, so it has no gradient. docs/chunkwise.md proves the recursion.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.notation import CCQState, Coefficients
+from fastweights.ops import dispatch
+from fastweights.ops.checks import (
+    DTYPES,
+    check_cu_seqlens,
+    check_dtype,
+    check_log_decay_sign,
+    check_per_head,
+    check_same_device,
+    check_shape,
+)
+
+
+def ccq_query(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    mask: Tensor | None = None,
+    unit_keys: bool = False,
+    eps: float = 1e-6,
+    state: CCQState | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, CCQState]:
+    """Take out of each query, λ strong, the directions in which the keys so far vary: q' = q − λ Σ q.
+
+    Args:
+        q: queries ``[B, T, Hk, K]``, after their norm.
+        k: keys as the memory is given them to write ``[B, T, Hk, K]``.
+        lam: λ ``[B, T, Hk]``. At 0, q' is q bit for bit. With ‖k‖ ≤ 1 and 0 ≤ λ ≤ 2, I − λΣ contracts.
+        log_decay: log of the weights' forget gate, ≤ 0 ``[B, T, Hk]``; None counts all keys alike.
+        mask: False for tokens that do not count: they leave the state as it is, and their keys get no gradient; bool ``[B, T]``.
+        unit_keys: use k / √(‖k‖² + eps).
+        state: the moments to start from, float32 (float64 with float64 inputs); None is none. Rows are B, or the documents.
+        cu_seqlens: bounds of the documents packed into one row ``[documents + 1]``; then B = 1.
+        backend: "auto", "reference", "torch" or "triton", as for `fastweights.ops.decay`.
+
+    Returns:
+        q' ``[B, T, Hk, K]`` in q's dtype and the new state, fresh tensors; C is symmetric. Both are differentiable in q, k, lam, log_decay
+        and state (but the mean of an empty state, w = 0, is the mean of nothing, and is not looked at).
+
+    Raises:
+        ValueError: for operands that do not fit, or a backend that cannot run them.
+    """
+    _check(q, k, lam, log_decay, mask, state, cu_seqlens)
+    if mask is None and _has_kernel(q, k, backend):
+        return dispatch.twin("ccq", "query").ccq_query_triton(  # type: ignore[union-attr]
+            q, k, lam, log_decay=log_decay, key_scale=_inverse_norm(k, eps) if unit_keys else None, state=state, cu_seqlens=cu_seqlens
+        )
+    q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, unit_keys, eps)
+    B, T, H, K = k.shape
+    if state is None:
+        rows = B if cu_seqlens is None else len(cu_seqlens) - 1
+        state = CCQState(k_.new_zeros(rows, H, K, K), k_.new_zeros(rows, H, K), k_.new_zeros(rows, H))
+    if T == 0:
+        return q.clone(), CCQState(*(x.clone() for x in state))
+    if mask is not None:
+        k_ = k_.where(mask[..., None, None], 0)
+        log_decay = None if log_decay is None else log_decay.where(mask.unsqueeze(-1), 0)
+    if T <= dispatch.FEW and mask is None and cu_seqlens is None:
+        new, mean, weight = _by_token(k_, log_decay, state)
+    else:
+        new, mean, weight = _by_sums(k_, log_decay, mask, state, cu_seqlens, backend)
+    coef = Coefficients(log_decay=log_decay, value_scale=new.share)
+    read, C = dispatch.decay(q_, new.d, new.d, coef, state=state.covariance, cu_seqlens=cu_seqlens, backend=backend)
+    return _clean(q_, read, lam, new.weight).to(q.dtype), CCQState((C + C.mT) / 2, mean, weight)
+
+
+@torch.no_grad()
+def ccq_step_(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    state: CCQState,
+    *,
+    log_decay: Tensor | None = None,
+    unit_keys: bool = False,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> Tensor:
+    """A few tokens of `ccq_query`, for inference: overwrites the tensors of ``state`` and returns q' ``[B, T, Hk, K]``; no gradients."""
+    _check(q, k, lam, log_decay, None, state, None)
+    q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, unit_keys, eps)
+    new, mean, weight = _by_token(k_, log_decay, state)
+    coef = Coefficients(log_decay=log_decay, value_scale=new.share)
+    read = dispatch.decay_step_(q_, new.d, new.d, coef, state.covariance, backend=backend)
+    state.mean.copy_(mean)
+    state.weight.copy_(weight)
+    return _clean(q_, read, lam, new.weight).to(q.dtype)
+
+
+class _Tokens(NamedTuple):
+    """What each token brings to C, and the weight that C is divided by when it is read."""
+
+    d: Tensor
+    """d_t ``[B, T, Hk, K]``."""
+    share: Tensor
+    """c_t ``[B, T, Hk]``."""
+    weight: Tensor
+    """w_t ``[B, T, Hk]``."""
+
+
+def _by_token(k: Tensor, log_decay: Tensor | None, state: CCQState) -> tuple[_Tokens, Tensor, Tensor]:
+    """The recursion as it stands, for a few tokens; also the mean and the weight after them."""
+    mean, weight = state.mean, state.weight
+    a = None if log_decay is None else log_decay.exp()
+    tokens = []
+    for t in range(k.shape[1]):
+        left = weight if a is None else a[:, t] * weight
+        weight = left + 1
+        d = k[:, t] - mean
+        mean = mean + d / weight.unsqueeze(-1)
+        tokens.append(_Tokens(d, left / weight, weight))
+    return _Tokens(*(torch.stack(parts, dim=1) for parts in zip(*tokens, strict=True))), mean, weight
+
+
+def _by_sums(
+    k: Tensor, log_decay: Tensor | None, mask: Tensor | None, state: CCQState, cu_seqlens: Tensor | None, backend: str
+) -> tuple[_Tokens, Tensor, Tensor]:
+    """The same from the sums (w (μ − r), w) of the module's docstring."""
+    rows = _Rows(k.shape[0], k.shape[1], cu_seqlens, k.device)
+    started = (state.weight > 0).unsqueeze(-1)
+    r = state.mean.where(started, k.flatten(0, 1)[rows.first(mask)]).detach()
+    e = k - rows.spread(r)
+    one = k.new_ones(()).expand(*k.shape[:3], 1)
+    counted = one
+    if mask is not None:
+        e = e.where(mask[..., None, None], 0)
+        counted = one.where(mask[..., None, None], 0)
+    weight = state.weight.unsqueeze(-1)
+    first = torch.cat([weight * (state.mean - r), weight], dim=-1)
+    values = torch.cat([e, counted], dim=-1)
+    coef = Coefficients(log_decay=log_decay)
+    sums, last = dispatch.decay(one, one, values, coef, state=first.unsqueeze(-2), cu_seqlens=cu_seqlens, backend=backend)
+
+    before, weight = rows.previous(sums, first), sums[..., -1]
+    left = before[..., -1] if log_decay is None else log_decay.exp() * before[..., -1]
+    share = left / _or_one(weight)
+    if mask is not None:
+        share = share.where(mask.unsqueeze(-1), 0)
+    last_weight = last[..., 0, -1]
+    mean = (r + _mean(last.squeeze(-2))).where((last_weight > 0).unsqueeze(-1), state.mean)
+    return _Tokens(e - _mean(before), share, weight), mean, last_weight.clone()
+
+
+class _Rows:
+    """Which row of state each token belongs to, for tokens flattened to ``[B · T]``."""
+
+    def __init__(self, batch: int, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> None:
+        bounds = torch.arange(batch + 1, device=device) * tokens if cu_seqlens is None else cu_seqlens.to(device, torch.int64)
+        self.count, self.shape = len(bounds) - 1, (batch, tokens)
+        self.token = torch.arange(batch * tokens, device=device)
+        self.row = torch.repeat_interleave(torch.arange(self.count, device=device), bounds.diff(), output_size=batch * tokens)
+        self.before = torch.where(self.token == bounds[self.row], self.row, self.count + self.token - 1)
+        """Where the token before each one is, in a list of the rows' states and then all tokens."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """``[R, …] -> [B, T, …]``."""
+        return x.index_select(0, self.row).unflatten(0, self.shape)
+
+    def previous(self, x: Tensor, state: Tensor) -> Tensor:
+        """x ``[B, T, …]`` one token earlier; at a row's first token, its state ``[R, …]``."""
+        return torch.cat([state, x.flatten(0, 1)]).index_select(0, self.before).unflatten(0, self.shape)
+
+    def first(self, mask: Tensor | None) -> Tensor:
+        """The first token that counts in each row ``[R]``; any token for a row that has none."""
+        last = len(self.token) - 1
+        token = self.token if mask is None else self.token.where(mask.flatten(), last)
+        return token.new_full((self.count,), last).scatter_reduce(0, self.row, token, "amin")
+
+
+def _operands(q, k, lam, log_decay, unit_keys: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, keys, λ and log_decay in the precision of the state."""
+    real = _real(q, k)
+    k_ = k.to(real)
+    if unit_keys:
+        k_ = k_ * _inverse_norm(k_, eps).unsqueeze(-1)
+    return q.to(real), k_, lam.to(real), None if log_decay is None else log_decay.to(real)
+
+
+def _inverse_norm(k: Tensor, eps: float) -> Tensor:
+    return (k.to(_real(k, k)).square().sum(-1) + eps).rsqrt()
+
+
+def _clean(q: Tensor, read: Tensor, lam: Tensor, weight: Tensor) -> Tensor:
+    return q - (lam / _or_one(weight)).unsqueeze(-1) * read
+
+
+def _mean(sums: Tensor) -> Tensor:
+    """From ``[…, K + 1]``, sums and their weight, the mean ``[…, K]``; 0 where nothing was summed."""
+    return sums[..., :-1] / _or_one(sums[..., -1:])
+
+
+def _or_one(weight: Tensor) -> Tensor:
+    return weight.where(weight > 0, 1)
+
+
+def _real(q: Tensor, k: Tensor) -> torch.dtype:
+    return torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
+
+
+def _has_kernel(q: Tensor, k: Tensor, backend: str) -> bool:
+    return backend in ("auto", "triton") and dispatch.why_not_triton("ccq", "query", backend, q, k) is None
+
+
+def _check(q, k, lam, log_decay, mask, state: CCQState | None, cu_seqlens) -> None:
+    sizes: dict[str, int] = {}
+    check_shape("q", q, "B T Hk K", sizes)
+    check_shape("k", k, "B T Hk K", sizes)
+    check_per_head("lam", lam, sizes, ("Hk",))
+    for name, x in (("q", q), ("k", k), ("lam", lam)):
+        check_dtype(name, x, DTYPES)
+    if log_decay is not None:
+        check_per_head("log_decay", log_decay, sizes, ("Hk",))
+        check_dtype("log_decay", log_decay, DTYPES)
+        check_log_decay_sign(log_decay)
+    if mask is not None:
+        check_shape("mask", mask, "B T", sizes)
+        check_dtype("mask", mask, (torch.bool,))
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"])
+    if state is not None:
+        sizes["R"] = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
+        for name, x, letters in zip(state._fields, state, ("R Hk K K", "R Hk K", "R Hk"), strict=True):
+            check_shape(f"state.{name}", x, letters, sizes)
+            check_dtype(f"state.{name}", x, (_real(q, k),))
+    check_same_device(q=q, k=k, lam=lam, log_decay=log_decay, mask=mask, **({} if state is None else state._asdict()))
