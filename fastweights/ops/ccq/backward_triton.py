@@ -25,7 +25,6 @@ from fastweights.ops.decay.chunk_forward_triton import scan
 from fastweights.ops.decay.segments_triton import (
     Segments,
     Tile,
-    decay_matrix,
     dot_type,
     load_memory,
     load_numbers,
@@ -41,8 +40,8 @@ from fastweights.ops.tiles_triton import padded
 
 @triton.jit
 def pair_kernel(
-    q, e, g, strength, alpha, beta, dlam, N, r, rho, table, T, L, H, K, q_stride,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
+    q, e, g, strength, alpha, beta, dlam, N, r, rho, table, T, L, H, q_stride,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a segment alone adds to N, r and ρ before it."""
@@ -109,10 +108,18 @@ def load_both(N, column, K, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
+def future(x, a, C: tl.constexpr, DECAY: tl.constexpr):
+    """``A[t, j]·x[j, t]``, from the running sum a of log decays: what token j is to the tokens from it on."""
+    i = tl.arange(0, C)
+    later = i[:, None] <= i[None, :]
+    return x * tl.exp(tl.where(later, a[None, :] - a[:, None], -float("inf"))) if DECAY else tl.where(later, x, 0.0)
+
+
+@triton.jit
 def key_kernel(
     q, k, g, ks, e, strength, alpha, beta, dlam, base, N, r, rho, covariance, mean, weight, final_c, final_w,
-    dk, dks, dg, table, T, L, H, K, tokens, q_stride, k_stride,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
+    dk, dks, dg, table, T, L, H, tokens, q_stride, k_stride,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns of dk; the sums over columns, dks and dg, in parts."""
@@ -157,9 +164,8 @@ def key_kernel(
         be = load_numbers(beta, start, end, H, h, 0.0, C)
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
         a = tl.cumsum(log_a, 0)
-        all_a = tl.sum(log_a, 0)
-        keep = tl.exp(all_a - a)
-        carry = tl.exp(all_a)
+        keep = tl.exp(tl.sum(log_a, 0) - a)
+        carry = tl.exp(tl.sum(log_a, 0)) if DECAY else 1.0
         x = centred(load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32) * factor, b, valid).to(DOT)
         query = load_tile(q, start, end, q_stride, 0, K, C, BK).to(DOT)
         grad = load_tile(e, start, end, H * K, 0, K, C, BK).to(DOT)
@@ -169,37 +175,40 @@ def key_kernel(
         else:
             query_columns = load_tile(q, start, end, q_stride, column, K, C, BV).to(DOT)
             grad_columns = load_tile(e, start, end, H * K, column, K, C, BV).to(DOT)
-        A = decay_matrix(a, C) * share[:, None]
-        by_query = tl.dot(query, tl.trans(x), input_precision=PRECISION) - al[:, None]
-        by_grad = tl.dot(grad, tl.trans(x), input_precision=PRECISION) - be[:, None]
+        past = share * tl.exp(a) if DECAY else share
+        r_added = grad_columns.to(tl.float32) * (past * al)[:, None] + query_columns.to(tl.float32) * (past * be)[:, None]
+        r_added = tl.sum(r_added, 0)
+        query_weighted = (query_columns.to(tl.float32) * share[:, None]).to(DOT)
+        grad_weighted = (grad_columns.to(tl.float32) * share[:, None]).to(DOT)
+        by_query = tl.dot(x, tl.trans(query), input_precision=PRECISION) - al[None, :]
         found = tl.dot(x, pairs.to(DOT), input_precision=PRECISION)
         if DECAY:
             y = centred(load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32) * factor, b_columns, valid)
             change = keep * (tl.sum(y * (0.5 * found - r_sum[None, :]), 1) + rho_sum)
-            if block == 0:
-                both = by_query * by_grad + load_numbers(dlam, start, end, H, h, 0.0, C)[:, None]
-                change += tl.sum(A * both, 0)
-            change = tl.where(valid, change, 0.0)
-            store_numbers(dg + part, crossing - tl.sum(change, 0) + tl.cumsum(change, 0) - change, start, end, H, h, C)
-            crossing -= tl.sum(change, 0)
-        found = (found - r_sum[None, :]) * keep[:, None]
-        found += tl.dot(tl.trans((by_query * A).to(DOT)), grad_columns, input_precision=PRECISION)
-        found += tl.dot(tl.trans((by_grad * A).to(DOT)), query_columns, input_precision=PRECISION)
+            found = (found - r_sum[None, :]) * keep[:, None]
+        else:
+            found -= r_sum[None, :]
+        found += tl.dot(future(by_query, a, C, DECAY).to(DOT), grad_weighted, input_precision=PRECISION)
+        by_grad = tl.dot(x, tl.trans(grad), input_precision=PRECISION) - be[None, :]
+        found += tl.dot(future(by_grad, a, C, DECAY).to(DOT), query_weighted, input_precision=PRECISION)
         store_tile(dk, found * factor, start, end, H * K, column, K, C, BV)
         if dks is not None:
             raw = load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32)
             store_numbers(dks + part, tl.sum(raw * found, 1), start, end, H, h, C)
-        share *= tl.exp(a)
-        grad_weighted = grad_columns.to(tl.float32) * share[:, None]
-        query_weighted = query_columns.to(tl.float32) * share[:, None]
-        r_sum = r_sum * carry + tl.sum(grad_weighted * al[:, None] + query_weighted * be[:, None], 0)
-        pairs = pairs * carry + tl.dot(tl.trans(query), grad_weighted.to(DOT), input_precision=PRECISION)
-        pairs += tl.dot(tl.trans(grad), query_weighted.to(DOT), input_precision=PRECISION)
-        if DECAY and NB == 1:
-            rho_sum = rho_sum * carry + tl.sum(share * (al * be + load_numbers(dlam, start, end, H, h, 0.0, C)), 0)
-        elif DECAY:
-            added = tl.sum(share * (al * be + load_numbers(dlam, start, end, H, h, 0.0, C)), 0)
+        if DECAY:
+            grad_lam = load_numbers(dlam, start, end, H, h, 0.0, C)
+            if block == 0:
+                change += tl.sum(future((by_query * by_grad + grad_lam[None, :]) * share[None, :], a, C, DECAY), 1)
+            change = tl.where(valid, change, 0.0)
+            store_numbers(dg + part, crossing - tl.sum(change, 0) + tl.cumsum(change, 0) - change, start, end, H, h, C)
+            crossing -= tl.sum(change, 0)
+            added = tl.sum(past * (al * be + grad_lam), 0)
             rho_sum = rho_sum * carry + added * (block == 0).to(tl.float32)
+            query_weighted = (query_columns.to(tl.float32) * past[:, None]).to(DOT)
+            grad_weighted = (grad_columns.to(tl.float32) * past[:, None]).to(DOT)
+        r_sum = r_sum * carry + r_added
+        pairs = pairs * carry + tl.dot(tl.trans(query), grad_weighted, input_precision=PRECISION)
+        pairs += tl.dot(tl.trans(grad), query_weighted, input_precision=PRECISION)
 
 
 def backward(q, k, lam, g, ks, e, alpha, dstate, before: Moments, final: Moments, total: Tensor, T: int, cut: Segments, tile: Tile):
@@ -208,9 +217,9 @@ def backward(q, k, lam, g, ks, e, alpha, dstate, before: Moments, final: Moments
     DOT, precision = dot_type(q.dtype, k.dtype)
     shape = columns(K, tile)
     common = dict(
-        C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps
+        K=K, C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps
     )  # fmt: skip
-    sizes = (cut.table, T, cut.length, H, K)
+    sizes = (cut.table, T, cut.length, H)
     grid = (cut.count * H * shape["NB"],)
     dq, beta, dlam, strength = read(e, k, lam, g, ks, before, final.mean, T, cut, tile, other=q)
     N, r, rho = (torch.empty_like(x) for x in before)

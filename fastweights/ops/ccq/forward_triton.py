@@ -1,13 +1,15 @@
 """CCQ's forward kernels: q' = q − (λ/w)·C q, with C the centred second moment of the keys so far.
 
 Three launches, two reads of the keys, one of the queries. `moment_kernel` gives each segment's own (C, μ, w); `merge_kernel` puts together
-what comes before each segment by Chan's formula; `read_kernel` walks through a segment and reads. All keep C a sum of squares:
+what comes before each segment by Chan's formula; `read_kernel` walks through a segment and reads. With x = k − μ, μ the mean before a chunk,
+A the decays and w_t = exp(g_t)·w + Σ_{j≤t} A[t, j]:
 
     merge   C' = a·C + C₂ + (a·w·w₂ / w')·δ δᵀ,   μ' = μ + (w₂ / w')·δ,   w' = a·w + w₂,   δ = μ₂ − μ
-    token   d_t = k_t − μ_{t-1},   C_t = a_t C_{t-1} + c_t d_t d_tᵀ,   c_t = (w_t − 1) / w_t   (as a_t w_{t-1} = w_t − 1)
+    chunk   C' = a·C + Σ_j A[C, j] x_j x_jᵀ − y yᵀ / w',   μ' = μ + y / w',   y = Σ_j A[C, j] x_j
+    read    C_t q_t = exp(g_t)·C q_t + Σ_{j≤t} A[t, j] (q_tᵀ x_j − ρ_t) x_j,   ρ_t = Σ_{j≤t} A[t, j] q_tᵀ x_j / w_t = q_tᵀ(μ_t − μ)
 
-Inside a chunk x = k − μ, with μ the mean before it, is of the size of the keys' spread, so nothing is lost in half precision where keys
-crowd; d is a triangular matrix times x. Each program holds some columns of C; the columns share no sum but Σ_κ q_κ (C e)_κ, left in parts.
+x is of the size of the keys' spread, so half precision loses nothing where keys crowd; it is rounded once, and the sums y and x xᵀ are of the
+rounded x, so that C stays a sum of squares. Each program holds some columns of C; all sums over columns are left in parts.
 """
 
 from __future__ import annotations
@@ -51,30 +53,22 @@ def centred(k, base, valid):
 
 
 @triton.jit
-def weights(g, w, C: tl.constexpr, DECAY: tl.constexpr):
-    """A chunk's decays from their logs g ``[C]``, and its weights from the weight w before it.
-
-    Returns the running sum of log decays, the decay from each token to the end, the decay of the whole, w_t after each token, and the matrix
-    that takes x = k − μ to d_t = k_t − μ_{t-1}: one on the diagonal, less each earlier token's part in the mean.
-    """
-    i = tl.arange(0, C)
+def chunk_weights(g, w, valid, DECAY: tl.constexpr):
+    """From a chunk's log decays ``[C]`` and the weight w before it: their running sum, the decay from each token to the end (0 where there
+    is no token), the decay of the whole, and the weight after it."""
+    keep = tl.where(valid, 1.0, 0.0)
+    carry = 1.0
     if DECAY:
-        a = tl.cumsum(g, 0)
-        total = tl.sum(g, 0)
-        part = tl.exp(tl.where(i[:, None] > i[None, :], (a - g)[:, None] - a[None, :], -float("inf")))
-        w_before = tl.exp(a - g) * w + tl.sum(part, 1)
-        w_after = tl.exp(g) * w_before + 1.0
-        keep = tl.exp(total - a)
-        carry = tl.exp(total)
-    else:
-        a = g
-        part = tl.where(i[:, None] > i[None, :], 1.0, 0.0)
-        w_before = w + i.to(tl.float32)
-        w_after = w_before + 1.0
-        keep = tl.full([C], 1.0, tl.float32)
-        carry = 1.0
-    centring = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - part / tl.maximum(w_before, 1e-30)[:, None]
-    return a, keep, carry, w_after, centring
+        keep *= tl.exp(tl.sum(g, 0) - tl.cumsum(g, 0))
+        carry = tl.exp(tl.sum(g, 0))
+    return tl.cumsum(g, 0) if DECAY else g, keep, carry, carry * w + tl.sum(keep, 0)
+
+
+@triton.jit
+def decayed(x, a, C: tl.constexpr, DECAY: tl.constexpr):
+    """``A[t, j]·x[t, j]``, from the running sum a of log decays."""
+    i = tl.arange(0, C)
+    return x * decay_matrix(a, C) if DECAY else tl.where(i[:, None] >= i[None, :], x, 0.0)
 
 
 @triton.jit
@@ -83,48 +77,52 @@ def load_keys(k, ks, start, end, stride, H, h, column, K, C: tl.constexpr, W: tl
 
 
 @triton.jit
+def load_mean(mean, w, k, ks, place, begin, end, stride, H, h, column, K, W: tl.constexpr):
+    """The mean before a segment. Where there is none, the first key: any point will do, and one among the keys is best."""
+    i = column + tl.arange(0, W)
+    mu = tl.load(mean + place * K + i, mask=i < K, other=0.0) if mean is not None else tl.zeros([W], tl.float32)
+    token = tl.where(begin < end, begin, 0)
+    key = tl.load(k + token * stride + i, mask=i < K, other=0.0).to(tl.float32)
+    if ks is not None:
+        key *= tl.load(ks + token * H + h)
+    return tl.where(w > 0, mu, key)
+
+
+@triton.jit
 def moment_kernel(
-    k, g, ks, covariance, mean, weight, total, table, T, L, H, K, stride,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
+    k, g, ks, covariance, mean, weight, total, table, T, L, H, stride,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's own moments. A chunk is centred on its own mean, then merged."""
+    """Each segment's own moments."""
     block = tl.program_id(0) % NB
     h = tl.program_id(0) // NB % H
     s = tl.program_id(0) // NB // H
     _, begin, end, _ = segment_of(s, table, T, L)
     k += h * K
     moment = tl.zeros([BK, BV], tl.float32)
-    mu = tl.zeros([BK], tl.float32)
-    mu_columns = tl.zeros([BV], tl.float32)
-    w = tl.sum(mu, 0)
+    w = tl.sum(tl.zeros([C], tl.float32), 0)
+    mu = load_mean(None, w, k, ks, 0, begin, end, stride, H, h, 0, K, BK)
+    mu_columns = load_mean(None, w, k, ks, 0, begin, end, stride, H, h, block * BV, K, BV)
     passed = w
     for start in tl.range(begin, end, C, num_stages=STAGES):
         valid = start + tl.arange(0, C) < end
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
-        all_a = tl.sum(log_a, 0)
-        u = tl.where(valid, tl.exp(all_a - tl.cumsum(log_a, 0)), 0.0) if DECAY else tl.where(valid, 1.0, 0.0)
-        own_w = tl.sum(u, 0)
-        kept = tl.exp(all_a) * w
-        share = own_w / (kept + own_w)
-        x = load_keys(k, ks, start, end, stride, H, h, 0, K, C, BK)
-        own_mu = tl.sum(x * u[:, None], 0) / own_w
-        x = centred(x, own_mu, valid)
-        delta = own_mu - mu
-        mu += share * delta
+        a, keep, carry, w = chunk_weights(log_a, w, valid, DECAY)
+        passed += tl.sum(log_a, 0)
+        x = centred(load_keys(k, ks, start, end, stride, H, h, 0, K, C, BK), mu, valid).to(DOT)
+        y = tl.sum(x.to(tl.float32) * keep[:, None], 0)
+        mu += y / w
         if NB == 1:
-            y = x
-            delta_columns = delta
+            x_columns = x.to(tl.float32) * keep[:, None]
+            y_columns = y
         else:
-            y = load_keys(k, ks, start, end, stride, H, h, block * BV, K, C, BV)
-            own_mu = tl.sum(y * u[:, None], 0) / own_w
-            y = centred(y, own_mu, valid)
-            delta_columns = own_mu - mu_columns
-            mu_columns += share * delta_columns
-        moment = moment * tl.exp(all_a) + (kept * share) * (delta[:, None] * delta_columns[None, :])
-        moment += tl.dot(tl.trans(x.to(DOT)), (y * u[:, None]).to(DOT), input_precision=PRECISION)
-        w = kept + own_w
-        passed += all_a
+            x_columns = centred(load_keys(k, ks, start, end, stride, H, h, block * BV, K, C, BV), mu_columns, valid)
+            x_columns = x_columns.to(DOT).to(tl.float32) * keep[:, None]
+            y_columns = tl.sum(x_columns, 0)
+            mu_columns += y_columns / w
+        moment = moment * carry - (y / w)[:, None] * y_columns[None, :]
+        moment += tl.dot(tl.trans(x), x_columns.to(DOT), input_precision=PRECISION)
     base = s.to(tl.int64) * H + h
     store_memory(covariance + base * K * K, moment, block * BV, K, K, BK, BV)
     if block == 0:
@@ -182,22 +180,9 @@ def merge_kernel(
 
 
 @triton.jit
-def load_mean(mean, w, k, ks, place, begin, end, stride, H, h, column, K, W: tl.constexpr):
-    """The mean before a segment. Where there is none, the first key: any point will do, and one among the keys is best."""
-    i = column + tl.arange(0, W)
-    mu = tl.load(mean + place * K + i, mask=i < K, other=0.0)
-    token = tl.where(begin < end, begin, 0)
-    key = tl.load(k + token * stride + i, mask=i < K, other=0.0).to(tl.float32)
-    if ks is not None:
-        key *= tl.load(ks + token * H + h)
-    return tl.where(w > 0, mu, key)
-
-
-@triton.jit
 def read_kernel(
-    q, k, lam, g, ks, covariance, mean, weight, base, other, out, against_mean, dlam, strength, table, T, L, H, K, tokens,
-    q_stride, k_stride, other_stride,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
+    q, k, lam, g, ks, covariance, mean, weight, base, other, out, against_mean, dlam, strength, table, T, L, H, tokens, q_stride, k_stride, other_stride,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q − (λ/w)·C q, and qᵀ(μ_t − base); with ``other``, as the backward needs, also −otherᵀ C q / w (in parts) and λ/w."""
@@ -218,41 +203,41 @@ def read_kernel(
     moment = load_memory(covariance + place * K * K, column, K, K, BK, BV)
     for start in tl.range(begin, end, C, num_stages=STAGES):
         valid = start + tl.arange(0, C) < end
-        a, keep, carry, w_after, centring = weights(load_numbers(g, start, end, H, h, 0.0, C), w, C, DECAY)
-        c = 1.0 - 1.0 / w_after
-        share = tl.where(valid, keep, 0.0)
-        w = carry * w + tl.sum(share, 0)
-        centring = tl.where(valid[:, None], centring, 0.0).to(DOT)
-        x = centred(load_keys(k, ks, start, end, k_stride, H, h, 0, K, C, BK), mu, valid)
-        moved = tl.sum(x * share[:, None], 0) / w
-        d = tl.dot(centring, x.to(DOT), input_precision=PRECISION).to(DOT)
-        if NB == 1:
-            d_columns = d
-        else:
-            x = centred(load_keys(k, ks, start, end, k_stride, H, h, column, K, C, BV), mu_columns, valid)
-            mu_columns += tl.sum(x * share[:, None], 0) / w
-            d_columns = tl.dot(centring, x.to(DOT), input_precision=PRECISION).to(DOT)
+        a, keep, carry, w_next = chunk_weights(load_numbers(g, start, end, H, h, 0.0, C), w, valid, DECAY)
+        part = 1.0 / (tl.exp(a) * w + tl.sum(decay_matrix(a, C), 1) if DECAY else w + 1.0 + tl.arange(0, C))
+        x = centred(load_keys(k, ks, start, end, k_stride, H, h, 0, K, C, BK), mu, valid).to(DOT)
+        y = tl.sum(x.to(tl.float32) * keep[:, None], 0)
         query = load_tile(q, start, end, q_stride, 0, K, C, BK)
-        scores = tl.dot(query.to(DOT), tl.trans(d), input_precision=PRECISION)
-        A = decay_matrix(a, C)
-        read = tl.dot(query.to(DOT), moment.to(DOT), input_precision=PRECISION) * tl.exp(a)[:, None]
-        read += tl.dot((scores * (A * c[None, :])).to(DOT), d_columns, input_precision=PRECISION)
-        factor = load_numbers(lam, start, end, H, h, 0.0, C) / w_after
-        if block == 0:  # μ_t = μ + Σ_{j≤t} d_j / w_j
-            j = tl.arange(0, C)
-            along = tl.sum(tl.where(j[:, None] >= j[None, :], scores / w_after[None, :], 0.0), 1)
-            along += tl.sum(query.to(tl.float32) * (mu - point)[None, :], 1)
+        scores = tl.dot(query.to(DOT), tl.trans(x), input_precision=PRECISION)
+        rho = tl.sum(decayed(scores, a, C, DECAY), 1) * part
+        if block == 0:
+            along = rho + tl.sum(query.to(tl.float32) * (mu - point)[None, :], 1)
             store_numbers(against_mean, along, start, end, H, h, C)
-            if other is not None:
-                store_numbers(strength, factor, start, end, H, h, C)
+        mu += y / w_next
+        if NB == 1:
+            x_columns = x
+            y_columns = y
+        else:
+            x_columns = centred(load_keys(k, ks, start, end, k_stride, H, h, column, K, C, BV), mu_columns, valid).to(DOT)
+            y_columns = tl.sum(x_columns.to(tl.float32) * keep[:, None], 0)
+            mu_columns += y_columns / w_next
+        read = tl.dot(query.to(DOT), moment.to(DOT), input_precision=PRECISION)
+        if DECAY:
+            read *= tl.exp(a)[:, None]
+        read += tl.dot(decayed(scores - rho[:, None], a, C, DECAY).to(DOT), x_columns, input_precision=PRECISION)
+        factor = load_numbers(lam, start, end, H, h, 0.0, C) * part
         if other is not None:
-            y = load_tile(other + h * K, start, end, other_stride, column, K, C, BV).to(tl.float32)
-            store_numbers(dlam + block.to(tl.int64) * tokens * H, -tl.sum(y * read, 1) / w_after, start, end, H, h, C)
-        y = load_tile(q, start, end, q_stride, column, K, C, BV).to(tl.float32)
-        store_tile(out, y - factor[:, None] * read, start, end, H * K, column, K, C, BV)
-        weighted = (d_columns.to(tl.float32) * (c * keep)[:, None]).to(DOT)
-        moment = moment * carry + tl.dot(tl.trans(d), weighted, input_precision=PRECISION)
-        mu += moved
+            if block == 0:
+                store_numbers(strength, factor, start, end, H, h, C)
+            z = load_tile(other + h * K, start, end, other_stride, column, K, C, BV).to(tl.float32)
+            store_numbers(dlam + block.to(tl.int64) * tokens * H, -tl.sum(z * read, 1) * part, start, end, H, h, C)
+        z = load_tile(q, start, end, q_stride, column, K, C, BV).to(tl.float32)
+        store_tile(out, z - factor[:, None] * read, start, end, H * K, column, K, C, BV)
+        if DECAY:
+            x_columns = (x_columns.to(tl.float32) * keep[:, None]).to(DOT)
+        moment = moment * carry - (y / w_next)[:, None] * y_columns[None, :]
+        moment += tl.dot(tl.trans(x), x_columns, input_precision=PRECISION)
+        w = w_next
 
 
 def columns(K: int, tile: Tile) -> dict[str, int]:
@@ -272,7 +257,7 @@ def moments(k, g, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Moments
     total, mean, weight = torch.empty_like(own.weight), torch.empty_like(own.mean), torch.empty_like(own.weight)
     DOT, precision = dot_type(k.dtype)
     moment_kernel[(cut.count * H * shape["NB"],)](
-        k, g, ks, *own, total, cut.table, T, cut.length, H, K, k.stride(1),
+        k, g, ks, *own, total, cut.table, T, cut.length, H, k.stride(1), K=K,
         C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     rows, width = 512 // min(shape["BK"], 128), min(shape["BK"], 128)
@@ -295,7 +280,7 @@ def read(
     DOT, precision = dot_type(q.dtype, k.dtype)
     read_kernel[(cut.count * H * shape["NB"],)](
         q, k, lam, g, ks, *before, base, other, out, against_mean, dlam, strength,
-        cut.table, T, cut.length, H, K, lam.numel() // H, q.stride(1), k.stride(1), 0 if other is None else other.stride(1),
-        C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        cut.table, T, cut.length, H, lam.numel() // H, q.stride(1), k.stride(1), 0 if other is None else other.stride(1),
+        K=K, C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out, against_mean, None if dlam is None else dlam.sum(0), strength

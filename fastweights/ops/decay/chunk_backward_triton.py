@@ -47,9 +47,9 @@ from fastweights.ops.tiles_triton import padded
 
 @triton.jit
 def query_kernel(
-    k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, table, T, L, H, G, K, V, tokens,
+    k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, table, T, L, H, G, tokens,
     q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of value columns ``block·BV …`` alone, and q·dq in place of dg (a number a token, or one a channel)."""
@@ -98,9 +98,9 @@ def query_kernel(
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, dg, table, T, L, H, G, K, V, tokens,
+    q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, dg, table, T, L, H, G, tokens,
     q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk of value columns ``block·BV …`` alone, dv, and dg made from the q·dq that `query_kernel` left in it."""
@@ -203,11 +203,11 @@ def backward(
     dg = per_part(g, *([K] if channel else [])) if need_dg else None
     DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     common = dict(
-        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
+        K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)
-    sizes = (cut.table, T, cut.length, Hv, Hv // Hk, K, V, B * T)
+    sizes = (cut.table, T, cut.length, Hv, Hv // Hk, B * T)
     grid = (cut.count * Hv * blocks,)
     query_kernel[grid](k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, *sizes, *strides, **common)
     after = contributions(q, do, g, qs, None, cut, tile, reverse=True, scale=scale)

@@ -115,8 +115,8 @@ def scan_kernel(
 
 @triton.jit
 def contribution_kernel(
-    k, v, g, ks, vs, out, total, table, T, L, H, G, K, V, k_stride, v_stride, ks_heads, vs_heads, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
+    k, v, g, ks, vs, out, total, table, T, L, H, G, k_stride, v_stride, ks_heads, vs_heads, scale,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a segment alone adds to the memory after it; REVERSE (k, v are q, do): to the gradient of the memory before it."""
@@ -154,8 +154,8 @@ def contribution_kernel(
 
 @triton.jit
 def output_kernel(
-    q, k, v, g, qs, ks, vs, memory, o, table, T, L, H, G, K, V, q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
+    q, k, v, g, qs, ks, vs, memory, o, table, T, L, H, G, q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Read while walking through a segment; the program holds BV columns of the memory."""
@@ -200,8 +200,8 @@ def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, 
     out = torch.empty(cut.count, Hv, K, V, dtype=torch.float32, device=k.device)
     DOT, precision = dot_type(k.dtype, v.dtype)
     contribution_kernel[(cut.count * Hv * blocks,)](
-        k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, K, V, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
-        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
+        k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
+        K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out
@@ -232,9 +232,9 @@ def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: flo
     o = torch.empty(B, T, Hv, V, dtype=v.dtype, device=v.device)
     DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     output_kernel[(cut.count * Hv * blocks,)](
-        q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk, K, V,
+        q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk,
         q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale,
-        C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
+        K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return o, final, memory, total
