@@ -22,7 +22,9 @@ SHIM = '''"""With trust_remote_code=True, transformers loads this folder through
 
 try:
     from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, FastWeightsModel
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "fastweights":
+        raise
     raise ImportError("this model needs the package fastweights: pip install fastweights") from error
 
 __all__ = ["FastWeightsConfig", "FastWeightsForCausalLM", "FastWeightsModel"]
@@ -104,6 +106,9 @@ class FastWeightsConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
         if self.format_version != FORMAT_VERSION:
             raise ValueError(
                 f"format_version={self.format_version}: this fastweights reads format {FORMAT_VERSION}; install the one that saved it"
@@ -178,6 +183,10 @@ class FastWeightsConfig(PreTrainedConfig):
                 f"FastWeightsConfig has no field or option {', '.join(map(repr, unknown))} with mixer={self.mixer!r}; "
                 f"options of its rules: {', '.join(self._options()) or 'none'}; fields: {', '.join(fields)}"
             )
+
+    def __eq__(self, other: object) -> bool:
+        """Of all that is saved: the rules' options too, which are not dataclass fields."""
+        return isinstance(other, FastWeightsConfig) and self.to_diff_dict() == other.to_diff_dict()
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"auto_map": AUTO_MAP}

@@ -261,7 +261,9 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             raise ValueError(f"cache_implementation={kind!r} is not supported: the state has one form of its own; leave the argument out")
         mask = model_kwargs.get("attention_mask")
         if generation_config.prefill_chunk_size is not None and mask is not None and not mask[:, -1].all():
-            raise ValueError("prefill_chunk_size needs prompts padded on the left: a last chunk of padding alone has no output to go on from")
+            raise ValueError(
+                "prefill_chunk_size needs prompts padded on the left: a last chunk of padding alone has no output to go on from"
+            )
         if model_kwargs.get(CACHE) is not None:
             model_kwargs[CACHE]._is_user_defined = True  # transformers asks before it drops the cache
         elif generation_config.use_cache is not False:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.tiny import EVERY_KIND, SOME_KINDS, Truth, tiny_config, tiny_model, tokens
 
 from fastweights.models import FastWeightsCache
 from fastweights.models.modeling import CACHE
+from tests.models.tiny import EVERY_KIND, SOME_KINDS, Truth, tiny_config, tiny_model, tokens
 
 
 def tensors(state):
@@ -193,5 +193,5 @@ def test_caches_that_do_not_fit():
         model(tokens(3, 3), cache=cache)
     with pytest.raises(ValueError, match="holds 2 rows and the input 1"):
         model(tokens(1, 3), cache=cache, cu_seqlens=torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match="has 2 layers and the cache 3|holds 3 layers and the model has 2"):
+    with pytest.raises(ValueError, match="holds 3 layers and the model has 2"):
         model(tokens(2, 3), cache=FastWeightsCache(tiny_config(num_hidden_layers=3)))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.models.test_model_padding import padded
-from tests.models.tiny import SOME_KINDS, tiny_model, tokens
 
 from fastweights.models import FastWeightsCache
 from fastweights.models.modeling import CACHE
+from tests.models.test_model_padding import padded
+from tests.models.tiny import SOME_KINDS, tiny_model, tokens
 
 NEW = 20
 

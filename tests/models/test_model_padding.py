@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from tests.models.tiny import EVERY_KIND, SOME_KINDS, Truth, assert_as_good, tiny_model, tokens
 
 LENGTHS = (7, 1, 12)
