@@ -7,6 +7,7 @@ bfloat16 has 8 bits of mantissa: a decay of 0.999 rounds to 1, and a step of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from torch.nn import functional as F
 def at_least_float32(x: Tensor) -> Tensor:
     """``x`` in float32, or as it is when it is float64."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def outside_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """A context in which autocast leaves operations on x's device alone."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # there is none for the meta device
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 class Float32Module(nn.Module):
@@ -40,11 +49,8 @@ class Float32Linear(Float32Module, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        weight = self.weight.to(x.dtype)
-        if not torch.amp.is_autocast_available(x.device.type):  # the meta device
-            return F.linear(x, weight, bias)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight, bias)
+        with outside_autocast(x):
+            return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 def float32_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -29,6 +29,7 @@ from fastweights.ops.delta.chunk import chunk_delta
 from fastweights.ops.delta.recurrent import delta_step_ as delta_step_torch_
 from fastweights.ops.delta.recurrent import recurrent_delta
 from fastweights.ops.reference import reference_decay, reference_delta
+from fastweights.precision import outside_autocast
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 FEW = 4
@@ -128,7 +129,8 @@ def _run(family, q, k, v, coef, scale, state, cu_seqlens, backend, validate):
     check_memory(family, q, k, v, coef, state=state, cu_seqlens=cu_seqlens, validate=validate)
     form, backend, _ = _choose(family, q, k, v, coef, backend)
     call = _triton_form(family, form) if backend == "triton" else _FORMS[family, form]
-    o, state = call(q, k, v, coef, scale=scale, state=state, cu_seqlens=cu_seqlens)
+    with outside_autocast(q):
+        o, state = call(q, k, v, coef, scale=scale, state=state, cu_seqlens=cu_seqlens)
     return o.to(v.dtype), state
 
 
@@ -138,7 +140,8 @@ def _step(family, q, k, v, coef, state, scale, backend, validate):
         raise ValueError(f"backend of a step must be one of auto, torch, triton; got {backend!r}")
     why_not = "asked for torch" if backend == "torch" else why_not_triton(family, "step", backend, q, k, v, coef)
     call = _triton_form(family, "step") if why_not is None else _FORMS[family, "step"]
-    return call(q, k, v, coef, state, scale=scale)
+    with outside_autocast(q):
+        return call(q, k, v, coef, state, scale=scale)
 
 
 def _choose(family, q, k, v, coef, backend) -> tuple[str, str, str]:
