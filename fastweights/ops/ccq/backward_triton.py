@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.ccq.forward_triton import Moments, centred, columns, read
+from fastweights.ops.ccq.forward_triton import Moments, centred, columns, decayed, read
 from fastweights.ops.decay.chunk_forward_triton import scan
 from fastweights.ops.decay.segments_triton import (
     Segments,
@@ -108,14 +108,6 @@ def load_both(N, column, K, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def future(x, a, C: tl.constexpr, DECAY: tl.constexpr):
-    """``A[t, j]·x[j, t]``, from the running sum a of log decays: what token j is to the tokens from it on."""
-    i = tl.arange(0, C)
-    later = i[:, None] <= i[None, :]
-    return x * tl.exp(tl.where(later, a[None, :] - a[:, None], -float("inf"))) if DECAY else tl.where(later, x, 0.0)
-
-
-@triton.jit
 def key_kernel(
     q, k, g, ks, e, strength, alpha, beta, dlam, base, N, r, rho, covariance, mean, weight, final_c, final_w,
     dk, dks, dg, table, T, L, H, tokens, q_stride, k_stride,
@@ -180,7 +172,7 @@ def key_kernel(
         r_added = tl.sum(r_added, 0)
         query_weighted = (query_columns.to(tl.float32) * share[:, None]).to(DOT)
         grad_weighted = (grad_columns.to(tl.float32) * share[:, None]).to(DOT)
-        by_query = tl.dot(x, tl.trans(query), input_precision=PRECISION) - al[None, :]
+        by_query = tl.dot(query, tl.trans(x), input_precision=PRECISION) - al[:, None]
         found = tl.dot(x, pairs.to(DOT), input_precision=PRECISION)
         if DECAY:
             y = centred(load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32) * factor, b_columns, valid)
@@ -188,9 +180,9 @@ def key_kernel(
             found = (found - r_sum[None, :]) * keep[:, None]
         else:
             found -= r_sum[None, :]
-        found += tl.dot(future(by_query, a, C, DECAY).to(DOT), grad_weighted, input_precision=PRECISION)
-        by_grad = tl.dot(x, tl.trans(grad), input_precision=PRECISION) - be[None, :]
-        found += tl.dot(future(by_grad, a, C, DECAY).to(DOT), query_weighted, input_precision=PRECISION)
+        found += tl.dot(tl.trans(decayed(by_query, a, C, DECAY).to(DOT)), grad_weighted, input_precision=PRECISION)
+        by_grad = tl.dot(grad, tl.trans(x), input_precision=PRECISION) - be[:, None]
+        found += tl.dot(tl.trans(decayed(by_grad, a, C, DECAY).to(DOT)), query_weighted, input_precision=PRECISION)
         store_tile(dk, found * factor, start, end, H * K, column, K, C, BV)
         if dks is not None:
             raw = load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32)
@@ -198,7 +190,7 @@ def key_kernel(
         if DECAY:
             grad_lam = load_numbers(dlam, start, end, H, h, 0.0, C)
             if block == 0:
-                change += tl.sum(future((by_query * by_grad + grad_lam[None, :]) * share[None, :], a, C, DECAY), 1)
+                change += tl.sum(decayed((by_query * by_grad + grad_lam[:, None]) * share[:, None], a, C, DECAY), 0)
             change = tl.where(valid, change, 0.0)
             store_numbers(dg + part, crossing - tl.sum(change, 0) + tl.cumsum(change, 0) - change, start, end, H, h, C)
             crossing -= tl.sum(change, 0)
