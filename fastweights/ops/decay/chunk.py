@@ -119,7 +119,7 @@ def _backward(
 
     dS = x.first_state(dfinal)  # then backwards, carrying the gradient of the state after each chunk to that of the state before it
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
-    dlog = torch.empty_like(x.log_decay) if gates_learn else None
+    dlog = None if x.log_decay is None or not gates_learn else torch.empty_like(x.log_decay)
     for span, steps in reversed(spans):
         q_, k_, v_, a_, S_, do_ = x.q[span], x.k[span], x.v[span], x.gates(span), before[span], do[span]
         P, f, b, grad = _pairs(q_, k_, a_, do_ @ v_.mT)
@@ -134,7 +134,7 @@ def _backward(
             df, db = _per_gate(fq.mul_(dfq), a_), _per_gate(bk.mul_(dbk), a_)  # the gradients of log f and log b
             df[:, -1] += f[:, -1] * _per_gate(S_.mul_(dS_).sum(-1), a_)
             dlog[span] = _log_gates(df, db, grad.straddling)
-    return *x.gradients(dq, dk, dv, dlog), x.last_state(dS)
+    return *x.gradients(dq, dk, dv, dlog), x.last_state(dS)  # type: ignore[return-value]
 
 
 @_backward.register_fake
@@ -182,7 +182,7 @@ class _Chunks:
     def last_state(self, S: Tensor) -> Tensor:
         return self.segments.unsort(S.unflatten(0, self.state_shape[:2]))
 
-    def gates(self, span: slice) -> Tensor | None:
+    def gates(self, span: slice) -> Any:
         """a ``[…, C, K]``, ``[…, C, 1]``, or None."""
         return None if self.log_decay is None else self.log_decay[span].exp()
 
@@ -251,7 +251,7 @@ class _PairGradients(NamedTuple):
     """What each halving, from single tokens up, adds to the gradient of log f in the later halves, and of log b in the earlier ones."""
 
 
-def _pairs(q: Tensor, k: Tensor, a: Tensor | None, dP: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+def _pairs(q: Tensor, k: Tensor, a: Tensor | None, dP: Tensor | None = None) -> tuple[Tensor, Any, Any, Any]:
     """P, f, b of the module's docstring, for gates a ``[…, C, K]``, ``[…, C, 1]`` or None; and with dP the gradients through P."""
     if a is None:
         P = (q @ k.mT).tril_()
@@ -266,19 +266,19 @@ def _pairs(q: Tensor, k: Tensor, a: Tensor | None, dP: Tensor | None = None) -> 
     return products.mul_(mask), f, b, grad
 
 
-def _halve(q: Tensor, k: Tensor, a: Tensor, dP: Tensor | None) -> tuple[Tensor, Tensor, Tensor, _PairGradients | None]:
+def _halve(q: Tensor, k: Tensor, a: Tensor, dP: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
     C = q.shape[-2]
     P = q.new_zeros(*q.shape[:-1], C)
     P.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     f, b = a.clone(), torch.ones_like(a)
-    grad = None
+    grad: Any = None
     if dP is not None:
         d = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         grad = _PairGradients(d * k, d * q, [])
     for s, f_late, b_early in _grow(f, b):
         late, early = _halves(q, s)[1] * f_late, _halves(k, s)[0] * b_early
         _corner(P, s).copy_(_outer(late, early))
-        if grad is not None:
+        if dP is not None:
             d = _corner(dP, s)
             dlate, dearly = d @ early, d.mT @ late
             _halves(grad.q, s)[1].addcmul_(dlate, f_late)
