@@ -26,7 +26,8 @@ from fastweights.ops.tiles_triton import first_piece, locate, padded
 def reverse_kernel(
     q, k, do, inverse, rates, start, dstart, dstates, dr, owner, bounds, T, SEGMENT, H, G, K, V,
     q_batch, q_token, q_head, k_batch, k_token, k_head,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, RATES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Go back through one segment with BV columns of dS.
 
@@ -66,7 +67,11 @@ def reverse_kernel(
         dout = tl.load(do + there, mask=live[None, :] & (vv < V)[:, None], other=0.0).to(DOT)
         keep = tl.load(rates + base * RATES * C + 8 * C + tl.zeros([BK], tl.int32))
         P = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        P *= decays(tl.load(number + 6 * C), tl.load(number + 7 * C), C) * tl.load(number + 4 * C)[:, None] * tl.load(number + 5 * C)[None, :]
+        P *= (
+            decays(tl.load(number + 6 * C), tl.load(number + 7 * C), C)
+            * tl.load(number + 4 * C)[:, None]
+            * tl.load(number + 5 * C)[None, :]
+        )
         now = dS.to(DOT)
         dU = tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + 2 * C)[None, :]
         dU = tl.dot(dout, P.to(DOT), dU, input_precision=PRECISION)
@@ -95,9 +100,10 @@ def add_up(base, x, tile, tokens, number, H, h, live):
 def gradient_kernel(
     q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, owner, bounds, tokens, T, H, G, K, V,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, vs_heads, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, RATES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk and value head, BK columns of q and k: dq, dk ``[B, T, H, K]``, dv, and per token numbers ``[NK, B, T, H]``."""
+    """Gradients of one chunk and value head, BK columns of q and k: dq, dk ``[B, T, H, K]``, dv, and numbers a token ``[NK, B, T, H]``."""
     DOT: tl.constexpr = states.dtype.element_ty
     tile = (tl.program_id(0) % NK).to(tl.int64)
     h = tl.program_id(0) // NK % H
@@ -200,14 +206,15 @@ def backward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: flo
 
     BK, BV = min(padded(K), tiles.gradient_keys), min(padded(V), tiles.gradient_columns)
     NK = triton.cdiv(K, BK)
-    wide = q.dtype if H == Hk else torch.float32
+    wide = q.dtype if Hk == H else torch.float32
     dq, dk = (torch.empty(B, T, H, K, dtype=wide, device=k.device) for _ in range(2))
     dv = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     dbeta, dg, dks, dvs, dqs = (None if x is None else rates.new_empty(NK, B, T, H) for x in (beta, log_decay, ks, vs, qs))
     gradient_kernel[(way.chunks.count * H * NK,)](
         q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, way.chunks.owner, cu_seqlens,
         B * T, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if vs is None else vs.shape[2], scale,
-        C=tiles.chunk, BK=BK, BV=BV, NK=NK, RATES=RATES, PRECISION=way.precision, STAGES=tiles.gradient_stages, num_warps=tiles.gradient_warps,
+        C=tiles.chunk, BK=BK, BV=BV, NK=NK, RATES=RATES,
+        PRECISION=way.precision, STAGES=tiles.gradient_stages, num_warps=tiles.gradient_warps,
     )  # fmt: skip
 
     def of_heads(x: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -217,7 +224,7 @@ def backward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: flo
         x = x[0] if NK == 1 else x.sum(0)
         return x if like.shape[2] == H else x.unflatten(2, (like.shape[2], -1)).sum(3)
 
-    if H != Hk:
+    if Hk != H:
         dq, dk = (x.unflatten(2, (Hk, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, of_heads(dbeta, beta), of_heads(dg, log_decay), of_heads(dks, ks), of_heads(dvs, vs), of_heads(dqs, qs), dstate
 

@@ -11,9 +11,9 @@ Inside a chunk of C tokens let g be the running sum of log decays, S the memory 
 the keys as they came. `walk_kernel` goes through the chunks of a row with Sᵀ in registers, transposed so that each product's result is the
 next one's left operand and never leaves the registers. Every exponent is ≤ 0.
 
-A row too long for the card to fill is cut into segments. A chunk's map S → S' is affine, so a first walk gives each segment's map M S + D
-(from S = I without values, and from S = 0 with them), `join_kernel` runs the maps one after the other, and a second walk starts each segment
-right.
+Where rows and heads are too few to fill the card, rows are cut into segments. A chunk's map S → S' is affine, so a first walk gives each
+segment's map M S + D (from S = I without values, and from S = 0 with them), `join_kernel` runs the maps one after the other, and a second
+walk starts each segment right.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from fastweights.ops.tiles_triton import Pieces, cut, first_piece, locate, operand, padded, unit_lower_inverse
 
 RATES = 9
-"""Numbers kept per token and value head, in this order: the factor of v in X, of Sᵀk in X, of U in the write, of Sᵀq in o, of q, of k; g's two
-parts; and what the chunk leaves of the memory, the same for every token."""
+"""Numbers kept per token and value head, in this order: the factor of v in X, of Sᵀk in X, of U in the write, of Sᵀq in o, of q, of k;
+g's two parts; and what the chunk leaves of the memory, the same for every token."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def numbers(base, token, heads, h, H, live, other):
 
 @triton.jit
 def running(log_decay):
-    """The running sum of log decays as coarse + fine: sums of sixteenths are exact, so differences keep their digits next to a decay of −50."""
+    """The running sum of log decays, coarse + fine. Sums of sixteenths are exact: differences keep their digits next to a decay of −50."""
     log_decay = tl.maximum(log_decay, -1e4)  # exp is 0 there, and −∞ − (−∞) would be no number
     coarse = tl.floor(log_decay * 16) / 16
     return tl.cumsum(coarse, 0), tl.cumsum(log_decay - coarse, 0)
@@ -63,8 +63,9 @@ def last_of(x, C: tl.constexpr):
 
 @triton.jit
 def prepare_kernel(
-    q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, owner, bounds, T, H, G, K, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    ks_heads, vs_heads, scale, C: tl.constexpr, BK: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, owner, bounds, T, H, G, K,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, ks_heads, vs_heads, scale,
+    C: tl.constexpr, BK: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """L⁻¹ and P ``[chunks, H, C, C]`` and the rates ``[chunks, H, RATES, C]`` of one chunk and value head."""
     h = tl.program_id(0) % H
@@ -123,7 +124,7 @@ def walk_kernel(
     """Go through one segment with BV columns of the memory.
 
     With ``o``: read, and leave the memory after each row in ``final [R, H, K, V]``. With ``states``: keep the memory before each chunk
-    ``[chunks, H, K, V]`` and U ``[B, T, H, V]``. With neither (NK > 0): the segment's affine map (M, D) into ``final [segments, H, K, K + V]``.
+    ``[chunks, H, K, V]`` and U ``[B, T, H, V]``. With neither (NK > 0): the segment's map (M, D) into ``final [segments, H, K, K + V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
     tile = tl.program_id(0) % (NV + NK)
@@ -179,8 +180,8 @@ def walk_kernel(
         there = final + (segment * H + h) * K * (K + V) + kk[None, :] * (K + V) + vv[:, None] + tl.where(tile < NV, K, 0)
         tl.store(there, S, mask=(kk < K)[None, :] & (vv < columns)[:, None])
     elif final is not None:
-        if last == stop:
-            tl.store(final + (row * H + h) * K * V + place, S, mask=inside)
+        last_one = kk < tl.where(last == stop, K, 0)
+        tl.store(final + (row * H + h) * K * V + place, S, mask=last_one[None, :] & (vv < V)[:, None])
 
 
 @triton.jit
@@ -294,8 +295,8 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     scores = torch.empty_like(inverse)
     rates = torch.empty(chunks, H, RATES, C, dtype=torch.float32, device=k.device)
     prepare_kernel[(chunks * H,)](
-        q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, way.chunks.owner, cu_seqlens, T, H, H // Hk, K, *q.stride()[:3], *k.stride()[:3],
-        0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale,
+        q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, way.chunks.owner, cu_seqlens, T, H, H // Hk, K,
+        *q.stride()[:3], *k.stride()[:3], 0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale,
         C=C, BK=min(padded(K), 64), RATES=RATES, PRECISION=way.precision, num_warps=4,
     )  # fmt: skip
     starts, maps = rates.new_empty(0), rates.new_empty(0)
@@ -315,8 +316,8 @@ def walk(q, k, v, inverse, scores, rates, cu_seqlens, way: Plan, *, start=None, 
     NV = triton.cdiv(V, BV)
     NK = triton.cdiv(K, BV) if o is None and states is None else 0
     walk_kernel[(way.segments.count * H * (NV + NK),)](
-        q, k, v, inverse, scores, rates, start, o, final, states, update, way.segments.owner, cu_seqlens, T, way.segments.size, H, H // Hk, K, V,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, k, v, inverse, scores, rates, start, o, final, states, update, way.segments.owner, cu_seqlens,
+        T, way.segments.size, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, NK=NK, RATES=RATES,
         PRECISION=way.precision, STAGES=way.tiles.stages, num_warps=way.tiles.warps,
     )  # fmt: skip
@@ -330,6 +331,20 @@ def join(maps, start, cu_seqlens, way: Plan, T: int, rows: int, V: int, starts: 
     BV = min(padded(V), 16)
     NV = triton.cdiv(V, BV)
     join_kernel[(rows * H * NV,)](
-        maps, start, starts, cu_seqlens, T, way.segments.size, H, K, V, BK=padded(K), BV=BV, PART=min(padded(K), 32), NV=NV, REVERSE=reverse, num_warps=4
+        maps,
+        start,
+        starts,
+        cu_seqlens,
+        T,
+        way.segments.size,
+        H,
+        K,
+        V,
+        BK=padded(K),
+        BV=BV,
+        PART=min(padded(K), 32),
+        NV=NV,
+        REVERSE=reverse,
+        num_warps=4,
     )
     return starts

@@ -1,0 +1,158 @@
+"""The ``delta`` kernels in Triton's interpreter, at small sizes; tests/gpu runs the grid, and every entry of the table, on a card."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from fastweights.notation import Coefficients
+from fastweights.ops.delta.chunk import chunk_delta
+from fastweights.ops.delta.chunk_forward_triton import Tiles, segment_size
+from fastweights.ops.delta.chunk_triton import chunk_delta_triton, delta_forward
+from fastweights.ops.delta.recurrent import recurrent_delta
+from fastweights.ops.delta.step_triton import delta_step_triton_
+from fastweights.ops.dispatch import delta, explain
+from fastweights.ops.reference import reference_delta
+from fastweights.ops.tiles_triton import cut, unit_lower_inverse
+from tests.ops.grid import DELTA, Case, check, compare, make, run, sample
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
+
+SHAPES = (Tiles(16, 16, 1, 1, 16, 16, 1, 1), Tiles(32, 32, 1, 1, 64, 16, 1, 1), Tiles(64, 64, 1, 1, 32, 64, 1, 1))
+SPLIT = Tiles(16, 16, 1, 1, 16, 16, 1, 1, segment=32)
+SMALL = {
+    **DELTA,
+    "T": (65, 0, 1, 17, 100),
+    "K": (16, 20, 96),
+    "V": (16, 20, 96),
+    "dtype": (torch.float32, torch.float16),
+    "heads": ((1, 1), (1, 3)),
+    "decay": ("model", None, "mixed"),
+}
+
+
+@pytest.mark.parametrize("tiles", [*SHAPES, SPLIT], ids=["C16", "C32", "C64", "split"])
+@pytest.mark.parametrize("case", sample(SMALL, quick=12))
+def test_chunk_is_the_reference(case, tiles):
+    check(partial(chunk_delta_triton, tiles=tiles), reference_delta, make(case))
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("keys", ["random", "identical"])
+def test_inverse_of_a_unit_triangle(C, keys):
+    A = (torch.randn(C, C) * 0.3 if keys == "random" else torch.full((C, C), 1.9)).tril(-1)
+    X = torch.empty(C, C)
+    invert[(1,)](A, X, C)
+    exact = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + A)
+    bound = exact.abs() @ A.abs().double() @ exact.abs()  # what one rounding of every product may do
+    assert (X - exact).abs().max() <= torch.finfo(X.dtype).eps * bound.max()
+
+
+@triton.jit
+def invert(a, x, C: tl.constexpr):
+    i = tl.arange(0, C)
+    place = i[:, None] * C + i[None, :]
+    tl.store(x + place, unit_lower_inverse(tl.load(a + place), C))
+
+
+@pytest.mark.parametrize("tiles, precision", [(SHAPES[0], None), (SHAPES[2], torch.bfloat16)], ids=["C16", "C64"])
+def test_identical_keys_at_eta_near_two(tiles, precision):
+    """The triangle's worst case: every power of A grows without bound, its inverse does not. Chunks of 64 are for bfloat16 operands."""
+    k = torch.randn(1, 1, 1, 16).expand(1, 192, 1, 16)
+    x = make(Case(T=192, K=16, V=16, heads=(1, 1), decay=None, state=False))
+    x = type(x)(**{**vars(x), "k": k, "coef": x.coef._replace(beta=torch.full((1, 192, 1), 1.9), key_scale=k.norm(dim=-1).reciprocal())})
+    check(partial(chunk_delta_triton, tiles=tiles), chunk_delta, x, precision=precision)
+
+
+@pytest.mark.parametrize("tiles", [SHAPES[0], SPLIT], ids=["whole", "split"])
+def test_documents_do_not_touch_each_other(tiles):
+    x = make(Case(T=100, K=16, V=16, heads=(1, 2), rows="packed"))
+    other = type(x)(**{**vars(x), "k": x.k.clone()})
+    other.k[:, 1:30] = 1.0  # inside the first document of more than one token
+    before, after = (run(partial(chunk_delta_triton, tiles=tiles), p) for p in (x, other))
+    end = int(x.cu_seqlens[4])
+    for name in ("o", "grad q", "grad k", "grad v", "grad beta", "grad log_decay"):
+        assert torch.equal(before[name][:, end:], after[name][:, end:]), name
+    assert not torch.equal(before["o"][:, :end], after["o"][:, :end])
+    assert torch.equal(before["final state"][4:], after["final state"][4:])
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from([1, 3, 16]))
+@settings(deadline=None, max_examples=60)
+def test_pieces_number_every_token_once(lengths, size):
+    """What `locate` reads in a kernel, said in Python: no two pieces share a token, none is missing, and the count was known beforehand."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    count, _, owner = cut(1, sum(lengths), size, cu_seqlens)
+    assert len(owner) == count
+    seen = []
+    for piece, document in enumerate(owner.tolist()):
+        begin, stop = cu_seqlens[document].item(), cu_seqlens[document + 1].item()
+        first = begin + (piece - begin // size - document) * size
+        assert first >= begin
+        seen += range(first, min(first + size, stop))
+    assert seen == list(range(sum(lengths)))
+
+
+def test_long_rows_of_few_heads_are_split():
+    tiles = Tiles(64, 64, 4, 2, 128, 64, 8, 2)
+    assert segment_size(1, 131_072, 4, 128, tiles) == 8192  # 16 segments × 4 heads × 2 tiles
+    assert segment_size(8, 8192, 8, 128, tiles) > 8192
+    assert segment_size(1, 512, 4, 128, tiles) > 512
+
+
+def test_fake_shapes_are_the_real_ones():
+    x = make(Case(T=100, K=20, V=24, heads=(1, 2), rows="packed", dtype=torch.float16))
+    for tiles in (SHAPES[0], SPLIT):
+        args = (x.q, x.k, x.v, *x.coef, x.state, x.cu_seqlens, 0.5, list(tiles))
+        leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        torch.library.opcheck(delta_forward, leaves, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+@pytest.mark.compile
+def test_compiles_into_one_graph():
+    x = make(Case(T=40, K=16, V=16, heads=(1, 2), scales=("Hk", "Hk", "Hk")))
+    form = partial(chunk_delta_triton, tiles=SHAPES[0])
+    compiled = torch.compile(form, fullgraph=True, backend="aot_eager")
+    eager, graph = run(form, x), run(compiled, x)
+    assert all(torch.equal(eager[name], graph[name]) for name in eager)
+    step = torch.compile(delta_step_triton_, fullgraph=True, backend="aot_eager")
+    state, same = x.state.clone(), x.state.clone()
+    assert torch.equal(step(x.q, x.k, x.v, x.coef, state), delta_step_triton_(x.q, x.k, x.v, x.coef, same))
+    assert torch.equal(state, same) and not torch.equal(state, x.state)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
+@pytest.mark.parametrize("K, V", [(16, 16), (20, 24), (96, 40)])
+def test_step_is_the_recurrence(T, heads, K, V):
+    x = make(Case(T=T, K=K, V=V, heads=heads, rows="two", scales=("Hv", "Hk", "Hk"), layout="strided", dtype=torch.float16))
+    exact = reference_delta(*(y.double() for y in (x.q, x.k, x.v)), Coefficients(*x.coef), scale=x.scale, state=x.state.double())
+    plain = recurrent_delta(x.q, x.k, x.v, x.coef, scale=x.scale, state=x.state)
+    state = x.state.clone()
+    o = delta_step_triton_(x.q, x.k, x.v, x.coef, state, scale=x.scale)
+    names = ("o", "final state")
+    compare(dict(zip(names, (o, state), strict=True)), dict(zip(names, plain, strict=True)), dict(zip(names, exact, strict=True)))
+
+
+def test_step_refuses_a_state_it_cannot_write():
+    x = make(Case(T=1, K=16, V=16))
+    with pytest.raises(ValueError, match="dense float32 state"):
+        delta_step_triton_(x.q, x.k, x.v, x.coef, x.state.mT)
+
+
+def test_dispatch_reaches_the_kernels(monkeypatch):
+    x = make(Case(T=20, K=16, V=16))
+    assert explain("delta", x.q, x.k, x.v, x.coef, backend="triton") == "delta: chunk form, triton backend: asked for"
+    o, _ = delta(x.q, x.k, x.v, x.coef, backend="triton")
+    assert torch.equal(o, chunk_delta_triton(x.q, x.k, x.v, x.coef)[0])
+    assert "torch backend" in explain("delta", x.q, x.k, x.v, x.coef)  # on a CPU the interpreter is for tests
+    wide = make(Case(T=1, K=300, V=16, heads=(1, 1)))
+    with pytest.raises(ValueError, match="K up to 256, and K is 300"):
+        delta(wide.q, wide.k, wide.v, wide.coef, backend="triton")
