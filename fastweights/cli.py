@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fastweights.recipes.demo import DEMO
 from fastweights.recipes.settings import CompareSettings
+from fastweights.recipes.task_settings import TaskCompareSettings
 
 EXTRAS = {"cli": ("tyro", "rich"), "train": ("accelerate", "pyarrow"), "report": ("matplotlib",)}
 """A package or two of each extra, by whose absence a missing extra is told."""
@@ -18,7 +19,8 @@ class CannotDo(Exception):
 
 
 def compare(settings: CompareSettings) -> None:
-    """Train mixers at equal parameters on the same text, and compare them in a table and a report."""
+    """Train mixers at equal parameters on the same text, and compare them in a table and a report. With --task NAME: on a task of recall
+    or state, such as mqar; `compare --task mqar --help` has the settings."""
     _need("train", "report")
     from rich.console import Console
 
@@ -36,7 +38,23 @@ def demo(settings: CompareSettings = DEMO) -> None:
     compare(settings)
 
 
+def compare_on_task(settings: TaskCompareSettings) -> None:
+    """Train mixers from scratch on fresh examples of a task, and compare what they recall in a table and a report."""
+    _need("train", "report")
+    from rich.console import Console
+
+    from fastweights.recipes.task_compare import plan_jobs, run_plan
+
+    try:
+        jobs = plan_jobs(settings)
+    except ValueError as error:
+        raise CannotDo(error) from error
+    run_plan(settings, jobs, Console())
+
+
 COMMANDS: dict[str, Callable[..., None]] = {"compare": compare, "demo": demo}
+ON_TASK: dict[str, Callable[..., None]] = {"compare": compare_on_task}
+"""What the commands are when `--task` is among the arguments: other settings fit then."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,11 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _need("cli")
         import tyro
 
+        arguments = sys.argv[1:] if arguments is None else list(arguments)
+        on_task = any(argument.partition("=")[0] == "--task" for argument in arguments)
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
+            COMMANDS | ON_TASK if on_task else COMMANDS,
             prog="fastweights",
             description="Linear attention as a fast-weight memory: train, compare, measure.",
-            args=sys.argv[1:] if arguments is None else list(arguments),
+            args=arguments,
             config=(tyro.conf.OmitArgPrefixes,),
         )
     except CannotDo as error:

@@ -1,48 +1,78 @@
-"""Compare mixers on a task: each is trained from scratch for every learning rate and seed, and measured; rows come as runs finish."""
+"""`fastweights compare --task NAME`: mixers trained from scratch on a task, for every learning rate and seed; a table, a report, rows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
+from rich.console import Console
 
+from fastweights.recipes.pool import cores, run_jobs
 from fastweights.recipes.task_job import TaskJob
-from fastweights.recipes.task_presets import TaskSettings
+from fastweights.recipes.task_settings import TaskCompareSettings
+from fastweights.records import append_rows, provenance, read_rows
+from fastweights.report import write_report
+from fastweights.report.terminal import task_table
 
 Row = dict[str, Any]
 
 
-def jobs_of(preset: str, settings: TaskSettings, labels: Sequence[str], *, folder: Path, device: str) -> list[TaskJob]:
-    """The grid: for each learning rate and seed every mixer. Raises ValueError, before anything runs, for a mixer that does not exist."""
-    for label in labels:
-        TaskJob(preset=preset, settings=settings, label=label, learning_rate=1.0, seed=0, folder=folder, device=device).model()
-    return [
-        TaskJob(preset=preset, settings=settings, label=label, learning_rate=rate, seed=seed, folder=folder, device=device)
-        for rate in settings.learning_rates
-        for seed in settings.seeds
-        for label in labels
+def plan_jobs(settings: TaskCompareSettings) -> list[TaskJob]:
+    """The grid: for each learning rate and seed every mixer.
+
+    Raises:
+        ValueError: a mixer or option that does not exist, or a device that is not there; before anything runs.
+    """
+    preset = settings.preset
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
+    jobs = [
+        TaskJob(preset=settings.task, settings=preset, label=label, learning_rate=rate, seed=seed, folder=settings.folder, device=device)
+        for rate in preset.learning_rates
+        for seed in preset.seeds
+        for label in settings.mixers
     ]
+    with torch.device("meta"):
+        for job in jobs[: len(settings.mixers)]:
+            job.model()  # a mixer that cannot be built fails now, not after the others have been trained
+    return jobs
 
 
-class Standing(NamedTuple):
-    """A mixer on one measured task, at the mixer's best learning rate."""
+def run_plan(settings: TaskCompareSettings, jobs: Sequence[TaskJob], console: Console) -> dict[str, Any]:
+    """Do what is not done yet, then write results.json and report.html, and print the table; returns what results.json holds.
 
-    label: str
-    evaluation: str
-    """What tells the task from the others of the preset: ``length 64, pairs 4``."""
-    length: int
-    accuracy: float
-    """Mean over the seeds."""
-    low: float
-    """The lowest seed; with a single one, the low end of its confidence interval."""
-    high: float
-    """The highest seed; with a single one, the high end of its confidence interval."""
-    seeds: int
-    learning_rate: float
-    chance: float
-    ceiling: float
+    Raises:
+        KeyboardInterrupt: interrupted; what is finished is kept, and the same call goes on.
+    """
+    folder, rows_file = settings.folder, settings.folder / "results.jsonl"
+    if settings.restart:
+        _forget(jobs, rows_file)
+    rows = {row["run"]: row for row in read_rows(rows_file)}
+    to_do = [job for job in jobs if job.key not in rows]
+    processes = settings.processes or (1 if jobs[0].device == "cuda" else min(len(to_do), cores()))
+    for task, _ in jobs[0].settings.train:
+        console.print(f"Training on {task}", highlight=False)
+    console.print(f"{len(jobs)} runs, {len(jobs) - len(to_do)} of them finished already.", highlight=False)
+
+    def on_row(row: Row) -> None:
+        append_rows(rows_file, [row])
+        rows[row["run"]] = row
+
+    if to_do:
+        run_jobs(to_do, processes=processes, threads=max(1, cores() // max(1, processes)), console=console, on_row=on_row)
+    done = [rows[job.key] for job in jobs]
+    results = {"kind": "task comparison", "preset": settings.task, "standings": standings(done), "rows": done}
+    results |= provenance(device=jobs[0].device)
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    write_report([results], folder / "report.html")
+    console.print(task_table(results))
+    console.print(f"Report: {folder / 'report.html'}   Rows and provenance: {folder / 'results.json'}", highlight=False)
+    return results
 
 
 def best_rates(rows: Sequence[Row]) -> dict[str, float]:
@@ -53,24 +83,51 @@ def best_rates(rows: Sequence[Row]) -> dict[str, float]:
     return {label: max(rates, key=lambda rate: float(np.mean(rates[rate]))) for label, rates in found.items()}
 
 
-def standings(rows: Sequence[Row]) -> list[Standing]:
-    """One for each mixer and measured task of the ``task`` rows of one preset."""
+def standings(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One entry a mixer, of its best learning rate: its mean over the seeds on everything measured.
+
+    ``low`` and ``high`` of a measurement are the worst and the best seed; with a single one, the ends of its confidence interval.
+    """
     rates = best_rates(rows)
-    measured: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["learning_rate"] == rates[row["label"]]:
-            for one in row["accuracy"]:
-                if one["stratum"] is None:
-                    measured.setdefault((row["label"], evaluation_name(one)), []).append(one)
-    result = []
-    for (label, evaluation), found in measured.items():
-        values, one = [row["accuracy"] for row in found], found[0]
-        low, high = (one["low"], one["high"]) if len(found) == 1 else (min(values), max(values))
-        mean = float(np.mean(values))
-        result.append(Standing(label, evaluation, one["length"], mean, low, high, len(found), rates[label], one["chance"], one["ceiling"]))
-    return result
+    return [_standing([row for row in rows if row["label"] == label and row["learning_rate"] == rate]) for label, rate in rates.items()]
+
+
+def _standing(runs: Sequence[Row]) -> dict[str, Any]:
+    first = runs[0]
+    measured: dict[tuple[Any, ...], list[Row]] = {}
+    for run in runs:
+        for row in run["accuracy"]:
+            measured.setdefault((evaluation_name(row), row["stratum"], row["value"]), []).append(row)
+    return {
+        "label": first["label"],
+        "learning_rate": first["learning_rate"],
+        "seeds": [run["seed"] for run in runs],
+        "parameters": first["parameters"],
+        "state_floats": first["state_floats"],
+        "train_accuracy": float(np.mean([run["train_accuracy"] for run in runs])),
+        "steps": float(np.mean([run["steps"] for run in runs])),
+        "training": first["training"],
+        "accuracy": [_joined(found) for found in measured.values()],
+    }
+
+
+def _joined(found: Sequence[Row]) -> dict[str, Any]:
+    one, values = found[0], [row["accuracy"] for row in found]
+    low, high = (one["low"], one["high"]) if len(found) == 1 else (min(values), max(values))
+    kept = {name: one[name] for name in ("task", "length", "chance", "ceiling", "stratum", "value")}
+    pairs = {"pairs": one["pairs"]} if "pairs" in one else {}
+    return {"evaluation": evaluation_name(one), **kept, **pairs, "accuracy": float(np.mean(values)), "low": low, "high": high}
 
 
 def evaluation_name(row: Row) -> str:
     """``length 64, pairs 4``: what tells one measured task of a preset from the others."""
     return ", ".join(f"{name} {row[name]}" for name in ("length", "pairs") if name in row)
+
+
+def _forget(jobs: Sequence[TaskJob], rows_file: Path) -> None:
+    keys = {job.key for job in jobs}
+    kept = [row for row in read_rows(rows_file) if row["run"] not in keys]
+    rows_file.unlink(missing_ok=True)
+    append_rows(rows_file, kept)
+    for job in jobs:
+        job.checkpoint.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fastweights.evaluate.accuracy import accuracy
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
+from fastweights.recipes.pool import Report
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.task_presets import TaskSettings
 from fastweights.records import provenance
@@ -28,9 +29,6 @@ from fastweights.tasks.draw import words
 
 CHECKPOINT_SECONDS = 30.0
 """At least so long between two checkpoints of a run: what a kill may cost."""
-
-Report = Callable[[str, int, int, str], None]
-"""Told (what is being done, how much is done, of how much, a number worth showing)."""
 
 
 class Point(NamedTuple):
@@ -81,6 +79,11 @@ class TaskJob:
         return hashlib.sha256(f"{alone!r}|{self.label}".encode()).hexdigest()[:12]
 
     @property
+    def checkpoint(self) -> Path:
+        """Where an interrupted training is kept."""
+        return self.folder / f"{self.key}.pt"
+
+    @property
     def name(self) -> str:
         """As people are told of it."""
         return f"{self.label} lr {self.learning_rate:.2g} seed {self.seed}"
@@ -100,10 +103,9 @@ class TaskJob:
 
     def run(self, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """Train (or go on), measure. None if `should_stop` ended it: a later call goes on."""
-        settings, checkpoint = self.settings, self.folder / f"{self.key}.pt"
-        model = self.model()
+        settings, model = self.settings, self.model()
         nn.Module.to(model, self.device)
-        trained = train_on_task(self, model, checkpoint=checkpoint, report=report, should_stop=should_stop)
+        trained = train_on_task(self, model, report=report, should_stop=should_stop)
         if trained is None:
             return None
         total, done = settings.samples * len(settings.evaluate), 0
@@ -114,7 +116,7 @@ class TaskJob:
             report("measuring", done, total, "")
 
         rows = list(accuracy(model, settings.evaluate, samples=settings.samples, on_samples=measured))
-        checkpoint.unlink(missing_ok=True)
+        self.checkpoint.unlink(missing_ok=True)
         last = trained.curve[-1]
         return {
             "kind": "task",
@@ -142,11 +144,10 @@ def train_on_task(
     job: TaskJob,
     model: FastWeightsForCausalLM,
     *,
-    checkpoint: Path,
     report: Report = lambda *told: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Trained | None:
-    """Train ``model`` in place on fresh examples, going on from ``checkpoint`` if it exists.
+    """Train ``model`` in place on fresh examples, going on from the job's checkpoint if it exists.
 
     Ends at the last step; at a window in which every task reaches ``stop_at``; or at one whose loss is not finite. None if `should_stop`,
     asked after every window, ended it: the checkpoint then holds all of it.
@@ -155,8 +156,8 @@ def train_on_task(
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=job.learning_rate, betas=settings.betas)
     rng, curve = generator(job.seed), list[Point]()
     began = saved = time.perf_counter()
-    if checkpoint.exists():
-        rng, curve = _load(checkpoint, model, optimizer, job.device)
+    if job.checkpoint.exists():
+        rng, curve = _load(job.checkpoint, model, optimizer, job.device)
         began -= curve[-1].seconds
     model.train()
     first = curve[-1].step + 1 if curve else 1
@@ -181,7 +182,7 @@ def train_on_task(
             return Trained(curve, reached, diverged=not math.isfinite(point.loss))
         stop = should_stop()
         if stop or time.perf_counter() - saved > CHECKPOINT_SECONDS:
-            _save(checkpoint, model, optimizer, rng, curve)
+            _save(job.checkpoint, model, optimizer, rng, curve)
             saved = time.perf_counter()
         if stop:
             return None

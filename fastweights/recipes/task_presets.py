@@ -136,11 +136,7 @@ def _states(group: str, moves: str = "all") -> TaskSettings:
 TASK_PRESETS: dict[str, TaskSettings] = {
     "mqar": TaskSettings(
         train=_alone(MQAR(length=64, pairs=4, vocab_size=256)),
-        evaluate=(
-            MQAR(length=64, pairs=4, vocab_size=256),
-            MQAR(length=128, pairs=4, vocab_size=256),
-            MQAR(length=64, pairs=8, vocab_size=256),
-        ),
+        evaluate=tuple(MQAR(length=length, pairs=4, vocab_size=256) for length in (64, 128, 256)),
         model=ModelSize(hidden_size=64, num_hidden_layers=2, num_heads=2, intermediate_size=128),
         learning_rates=(4e-3,),
         seeds=(0,),

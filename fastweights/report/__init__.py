@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights.report import comparison
+from fastweights.report import comparison, tasks
 from fastweights.report.html import Html, page
 
 Results = Mapping[str, Any]
-SECTIONS: dict[str, Callable[[Results], Sequence[Html]]] = {"comparison": comparison.sections}
+SECTIONS: dict[str, Callable[[Results], Sequence[Html]]] = {"comparison": comparison.sections, "task comparison": tasks.sections}
 """What shows results of a kind; a new kind is a new line here."""
 
 

@@ -11,3 +11,8 @@ def interval(estimate: Mapping[str, float | None], *, signed: bool = False) -> s
     if estimate["low"] is None or estimate["high"] is None:
         return value
     return f"{value} ± {(estimate['high'] - estimate['low']) / 2:.3f}"
+
+
+def percent(measured: Mapping[str, float]) -> str:
+    """`98.3 [97.1, 99.0]`: an accuracy in percent and the interval around it."""
+    return f"{100 * measured['accuracy']:.1f} [{100 * measured['low']:.1f}, {100 * measured['high']:.1f}]"

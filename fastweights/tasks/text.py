@@ -55,8 +55,8 @@ def split_sentences(text: str) -> list[str]:
     """Sentences of English prose, in order, with whitespace collapsed: ``" ".join`` of them gives the text back so collapsed.
 
     A boundary is ``.``, ``!`` or ``?`` (and closing quotes) before a capital or a digit, but not after a common abbreviation or a single
-    initial. It stands where RULER and lm-evaluation-harness use NLTK's Punkt model, which has to be downloaded; the two agree on most
-    boundaries, not on all.
+    initial. It stands where RULER and lm-evaluation-harness use NLTK's Punkt model, which has to be downloaded; some
+    boundaries differ.
     """
     text = " ".join(text.split())
     sentences, start = [], 0

@@ -1,0 +1,92 @@
+"""What can be set about a comparison on a task. Importing this loads nothing heavy: the command line is made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from fastweights.recipes.task_presets import TaskSettings
+
+SIZE = ("hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "expand_k", "expand_v", "conv_size")
+
+
+@dataclass(kw_only=True, frozen=True)
+class TaskCompareSettings:
+    """Train mixers from scratch on a task, and compare what they recall.
+
+    Interrupt it as you like: the same command goes on where it stopped, and what is finished is not done again.
+
+    Raises:
+        ValueError: from the constructor, for settings that cannot be met.
+    """
+
+    task: str
+    """A task with its training mixture, model size, learning rates and seeds: mqar (minutes on a laptop), mqar-zoology-64,
+    mqar-zoology-128, mqar-zoology-256, mqar-kla, one-pair-kla, palindrome-kla, stack-kla, parity, s3, s5, s3-swaps, s5-swaps, needle-bytes."""
+    mixers: tuple[str, ...] = ("gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq")
+    """What to compare. Options of the rules after colons: `kla:eta_max=2`. A pattern over the layers with commas: `kla,softmax`."""
+    learning_rates: tuple[float, ...] = ()
+    """The grid, in place of the preset's."""
+    seeds: tuple[int, ...] = ()
+    """In place of the preset's."""
+    steps: int | None = None
+    """Optimizer steps at most, in place of the preset's."""
+    batch_size: int | None = None
+    """Fresh sequences a step, in place of the preset's."""
+    samples: int | None = None
+    """Sequences a measurement, in place of the preset's."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Of the matrix products, in place of the preset's."""
+    hidden_size: int | None = None
+    """Width of the residual stream, in place of the preset's."""
+    num_hidden_layers: int | None = None
+    """Blocks, in place of the preset's."""
+    num_heads: int | None = None
+    """Heads of the mixer, in place of the preset's."""
+    intermediate_size: int | None = None
+    """Width of the MLP, the same for every mixer; 0 for none."""
+    expand_k: float | None = None
+    """Key size of all heads together, relative to the width."""
+    expand_v: float | None = None
+    """Value size of all heads together, relative to the width."""
+    conv_size: int | None = None
+    """Taps of the causal convolution; 0 for none."""
+    out: Path | None = None
+    """Folder for rows (results.jsonl), results.json and report.html; runs/TASK by default."""
+    restart: bool = False
+    """Forget what earlier runs of these settings left in the folder, and start over."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU if there is one."""
+    processes: int = 0
+    """Models trained at the same time; 0 chooses: one per core on the CPU, one on a GPU. Such models are small: several fit a GPU well."""
+
+    def __post_init__(self) -> None:
+        from fastweights.recipes.task_presets import TASK_PRESETS
+
+        if self.task not in TASK_PRESETS:
+            raise ValueError(f"task={self.task!r} is not one of {', '.join(TASK_PRESETS)}")
+        if not self.mixers or len(set(self.mixers)) < len(self.mixers):
+            raise ValueError(f"mixers={list(self.mixers)}: give at least one, and none twice")
+        if self.processes < 0:
+            raise ValueError(f"processes={self.processes} is negative")
+        _ = self.preset  # its own constructor checks the changes
+
+    @property
+    def preset(self) -> TaskSettings:
+        """The preset with the changes asked for."""
+        from fastweights.recipes.task_presets import TASK_PRESETS
+
+        preset = TASK_PRESETS[self.task]
+        of_training = ("learning_rates", "seeds", "steps", "batch_size", "samples", "precision")
+        return dataclasses.replace(preset, model=dataclasses.replace(preset.model, **self._given(SIZE)), **self._given(of_training))
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, ())}
+
+    @property
+    def folder(self) -> Path:
+        """Where everything goes."""
+        return self.out or Path("runs") / self.task
