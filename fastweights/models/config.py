@@ -61,6 +61,7 @@ class FastWeightsConfig(PreTrainedConfig):
     layer can be built with.
     """
 
+    __no_type_check__: ClassVar[bool] = True  # of __init__, which transformers lets take more than the dataclass's signature says
     model_type = "fastweights"
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
