@@ -71,7 +71,7 @@ def first_piece(row, bounds, T, SIZE):
 
 @triton.jit
 def locate(piece, owner, bounds, T, SIZE):
-    """Of a piece: its row, the entry of the batch its tokens lie in, their number in that entry (first, past the last), and the row's bounds."""
+    """Of a piece: its row, the entry of the batch that holds its tokens, their bounds in that entry, and the row's bounds there."""
     if bounds is None:
         pieces = tl.maximum(tl.cdiv(T, SIZE), 1)
         row = (piece // pieces).to(tl.int64)
@@ -103,9 +103,9 @@ def substitute(A, N: tl.constexpr):
 def unit_lower_inverse(A, C: tl.constexpr):
     """``(I + A)⁻¹`` for strictly lower triangular A ``[C, C]``, all in float32: C is 16, 32 or 64.
 
-    Blocks of 16 by substitution, then twice the size at a time: the lower left block of the inverse is −X₂₂ A₂₁ X₁₁. No power of A is formed,
-    so keys that repeat under β near 2 cost no digits. Blocks are picked by masked sums over axes that one warp holds in its registers (a warp
-    of the tensor cores' 64×64 result owns 16 rows), which the compiler turns into no data movement at all.
+    Blocks of 16 by substitution, then twice the size at a time: the lower left block of the inverse is −X₂₂ A₂₁ X₁₁. No power of A is
+    formed, so keys that repeat under β near 2 cost no digits. Blocks are picked by masked sums over axes that a warp holds in its registers
+    (of the tensor cores' 64×64 result it owns 16 rows): no data moves.
     """
     N: tl.constexpr = C // 16
     n = tl.arange(0, N)

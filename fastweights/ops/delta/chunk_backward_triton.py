@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, join, last_of, numbers, plan, walk
+from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, join, numbers, plan, walk
 from fastweights.ops.tiles_triton import first_piece, locate, padded
 
 
@@ -51,34 +51,33 @@ def reverse_kernel(
         dS = tl.load(start + (segment * H + h) * K * V + place, mask=inside, other=0.0)
 
     chunk = first_piece(row, bounds, T, C) + (first - begin) // C
-    k += batch * k_batch + h // G * k_head + kk[None, :]
-    q += batch * q_batch + h // G * q_head + kk[None, :]
-    count = tl.cdiv(last - first, C).to(tl.int32)
+    k += batch * k_batch + h // G * k_head + first * k_token
+    q += batch * q_batch + h // G * q_head + first * q_token
+    token = (batch * T + first) * H + h
+    length = (last - first).to(tl.int32)
+    count = tl.cdiv(length, C)
     for back in tl.range(0, count, num_stages=STAGES):
         n = count - 1 - back
         base = (chunk + n) * H + h
-        t = first + n * C + i
-        live = t < last
+        past = first * 0 + n * C  # int64
+        t = tl.minimum(i, length - n * C - 1)  # tokens past the end count for nothing: their rates are 0
         number = rates + base * RATES * C + i
-        there = ((batch * T + t) * H + h)[None, :] * V + vv[:, None]
-        keys = tl.load(k + t[:, None] * k_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
-        queries = tl.load(q + t[:, None] * q_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
+        keys = tl.load(k + past * k_token + (t[:, None] * k_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
+        queries = tl.load(q + past * q_token + (t[:, None] * q_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
         L = tl.load(inverse + base * C * C + i[:, None] * C + i[None, :])
-        dout = tl.load(do + there, mask=live[None, :] & (vv < V)[:, None], other=0.0).to(DOT)
-        keep = tl.load(rates + base * RATES * C + 8 * C + tl.zeros([BK], tl.int32))
+        there = (token + past * H) * V
+        dout = tl.load(do + there + (t[None, :] * (H * V) + vv[:, None]), mask=(vv < V)[:, None], other=0.0).to(DOT)
+        keep = tl.load(rates + base * RATES * C + 9 * C + tl.zeros([BK], tl.int32))
         P = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        P *= (
-            decays(tl.load(number + 6 * C), tl.load(number + 7 * C), C)
-            * tl.load(number + 4 * C)[:, None]
-            * tl.load(number + 5 * C)[None, :]
-        )
+        P *= decays(rates + base * RATES * C, C) * tl.load(number + 4 * C)[:, None] * tl.load(number + 5 * C)[None, :]
         now = dS.to(DOT)
         dU = tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + 2 * C)[None, :]
         dU = tl.dot(dout, P.to(DOT), dU, input_precision=PRECISION)
         dR = tl.dot(dU.to(DOT), L, input_precision=PRECISION)
         if dstates is not None:
             tl.store(dstates + base * K * V + place, now, mask=inside)
-            tl.store(dr + there, dR.to(DOT), mask=live[None, :] & (vv < V)[:, None])
+            live = (i < length - n * C)[None, :] & (vv < V)[:, None]
+            tl.store(dr + there + (i[None, :] * (H * V) + vv[:, None]), dR.to(DOT), mask=live)
         read = (dout.to(tl.float32) * tl.load(number + 3 * C)[None, :]).to(DOT)
         dS = tl.dot(read, queries, dS * keep[None, :], input_precision=PRECISION)
         dS = tl.dot((dR * -tl.load(number + C)[None, :]).to(DOT), keys, dS, input_precision=PRECISION)
@@ -119,10 +118,12 @@ def gradient_kernel(
     base = chunk * H + h
     keyed = live[:, None] & (kk < K)[None, :]
     factor = rates + base * RATES * C + i
-    coarse = tl.load(factor + 6 * C)
-    fine = tl.load(factor + 7 * C)
+    coarse = tl.load(factor + 7 * C)
+    fine = tl.load(factor + 8 * C)
+    all_coarse = tl.load(rates + base * RATES * C + 8 * C - 1)
+    all_fine = tl.load(rates + base * RATES * C + 9 * C - 1)
     left = tl.exp(coarse + fine)
-    to_end = tl.exp((last_of(coarse, C) - coarse) + (last_of(fine, C) - fine))
+    to_end = tl.exp((all_coarse - coarse) + (all_fine - fine))
     b = numbers(beta, number, H, h, H, live, 1.0)
     bv = tl.load(factor)
     qscale = tl.load(factor + 4 * C)
@@ -159,7 +160,7 @@ def gradient_kernel(
 
     keys = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
     queries = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
-    under = decays(coarse, fine, C)
+    under = decays(rates + base * RATES * C, C)
     E *= under
     F = tl.where(i[:, None] > i[None, :], -F * under, 0.0)
     in_chunk = tl.dot((F * kscale[None, :]).to(DOT), keys, input_precision=PRECISION)
@@ -167,7 +168,8 @@ def gradient_kernel(
     from_write *= to_end[:, None]
     x = keys.to(tl.float32)
     y = queries.to(tl.float32)
-    total = tl.sum(tl.sum(from_write * x, 1) * kscale, 0) + last_of(left, C) * tl.sum(passed, 0)  # what raises g at the end of the chunk
+    total = tl.sum(tl.sum(from_write * x, 1) * kscale, 0)  # what raises g at the end of the chunk
+    total += tl.exp(all_coarse + all_fine) * tl.sum(passed, 0)
     from_write = tl.dot(tl.trans((E * qscale[:, None]).to(DOT)), queries, from_write, input_precision=PRECISION)
     from_write = tl.dot(tl.trans((F * (b * kscale)[:, None]).to(DOT)), keys, from_write, input_precision=PRECISION)
     error = in_chunk - from_error * left[:, None]  # as the key of an error, before β

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from fastweights.ops.tiles_triton import Pieces, cut, first_piece, locate, operand, padded, unit_lower_inverse
 
-RATES = 9
-"""Numbers kept per token and value head, in this order: the factor of v in X, of Sᵀk in X, of U in the write, of Sᵀq in o, of q, of k;
-g's two parts; and what the chunk leaves of the memory, the same for every token."""
+RATES = 10
+"""Numbers kept per token and value head, in this order: the factor of v in X, of Sᵀk in X, of U in the write, of Sᵀq in o, of q, of k, of k
+in A's rows; g's two parts; and what the chunk leaves of the memory, the same for every token. Past a row's end the factors are 0."""
 
 
 @triton.jit
@@ -42,76 +42,90 @@ def numbers(base, token, heads, h, H, live, other):
 
 
 @triton.jit
-def running(log_decay):
-    """The running sum of log decays, coarse + fine. Sums of sixteenths are exact: differences keep their digits next to a decay of −50."""
-    log_decay = tl.maximum(log_decay, -1e4)  # exp is 0 there, and −∞ − (−∞) would be no number
-    coarse = tl.floor(log_decay * 16) / 16
-    return tl.cumsum(coarse, 0), tl.cumsum(log_decay - coarse, 0)
+def decays(number, C: tl.constexpr):
+    """``exp(g_t − g_j)`` for j ≤ t, else 0, from a chunk's rates.
 
-
-@triton.jit
-def decays(coarse, fine, C: tl.constexpr):
-    """``exp(g_t − g_j)`` for j ≤ t, else 0."""
+    g comes as coarse + fine: sums of sixteenths are exact, so differences keep their digits next to a decay of −50.
+    """
     i = tl.arange(0, C)
+    coarse = tl.load(number + 7 * C + i)
+    fine = tl.load(number + 8 * C + i)
     return tl.exp(tl.where(i[:, None] >= i[None, :], (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :]), -float("inf")))
 
 
 @triton.jit
-def last_of(x, C: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0), 0)
+def rates_kernel(
+    beta, log_decay, ks, vs, qs, rates, owner, bounds, T, H, G, ks_heads, vs_heads, scale,
+    C: tl.constexpr, BH: tl.constexpr, NH: tl.constexpr, RATES: tl.constexpr,
+):  # fmt: skip
+    """The rates ``[chunks, H, RATES, C]`` of one chunk and up to BH value heads."""
+    chunk = (tl.program_id(0) // NH).to(tl.int64)
+    _, batch, first, last, _, _ = locate(chunk, owner, bounds, T, C)
+    if first >= last:
+        return
+    i = tl.arange(0, C)[:, None]
+    h = (tl.program_id(0) % NH * BH + tl.arange(0, BH))[None, :]
+    token = batch * T + first + i
+    live = (first + i < last) & (h < H)
+    b = numbers(beta, token, H, h, H, live, 1.0)
+    kscale = numbers(ks, token, ks_heads, h, H, live, 1.0)
+    vscale = numbers(vs, token, vs_heads, h, H, live, 1.0)
+    qscale = numbers(qs, token, H // G, h, H, live, 1.0) * scale
+    log_a = tl.maximum(numbers(log_decay, token, H, h, H, live, 0.0), -1e4)  # exp is 0 there, and −∞ − (−∞) would be no number
+    coarse = tl.floor(log_a * 16) / 16
+    fine = log_a - coarse
+    all_coarse = tl.sum(coarse, 0)[None, :]
+    all_fine = tl.sum(fine, 0)[None, :]
+    coarse = tl.cumsum(coarse, 0)
+    fine = tl.cumsum(fine, 0)
+    left = tl.exp(coarse + fine)
+    to_end = tl.exp((all_coarse - coarse) + (all_fine - fine))
+
+    row = rates + (chunk * H + h) * RATES * C + i
+    inside = (h < H) & (i >= 0)
+    tl.store(row, tl.where(live, b * vscale, 0.0), mask=inside)
+    tl.store(row + C, tl.where(live, b * left * kscale, 0.0), mask=inside)
+    tl.store(row + 2 * C, tl.where(live, to_end * kscale, 0.0), mask=inside)
+    tl.store(row + 3 * C, tl.where(live, left * qscale, 0.0), mask=inside)
+    tl.store(row + 4 * C, tl.where(live, qscale, 0.0), mask=inside)
+    tl.store(row + 5 * C, tl.where(live, kscale, 0.0), mask=inside)
+    tl.store(row + 6 * C, tl.where(live, b * kscale, 0.0), mask=inside)
+    tl.store(row + 7 * C, coarse, mask=inside)
+    tl.store(row + 8 * C, fine, mask=inside)
+    tl.store(row + 9 * C, tl.where(i >= 0, tl.exp(all_coarse + all_fine), 0.0), mask=inside)
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, owner, bounds, T, H, G, K,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, ks_heads, vs_heads, scale,
+    q, k, rates, inverse, scores, owner, bounds, T, H, G, K, q_batch, q_token, q_head, k_batch, k_token, k_head,
     C: tl.constexpr, BK: tl.constexpr, RATES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """L⁻¹ and P ``[chunks, H, C, C]`` and the rates ``[chunks, H, RATES, C]`` of one chunk and value head."""
+    """L⁻¹ and P ``[chunks, H, C, C]`` of one chunk and value head."""
     h = tl.program_id(0) % H
     chunk = (tl.program_id(0) // H).to(tl.int64)
     _, batch, first, last, _, _ = locate(chunk, owner, bounds, T, C)
     if first >= last:
         return
     i = tl.arange(0, C)
-    t = first + i
-    live = t < last
-    number = batch * T + t
-    b = numbers(beta, number, H, h, H, live, 1.0)
-    kscale = numbers(ks, number, ks_heads, h, H, live, 1.0)
-    vscale = numbers(vs, number, vs_heads, h, H, live, 1.0)
-    qscale = numbers(qs, number, H // G, h, H, live, 1.0) * scale
-    coarse, fine = running(numbers(log_decay, number, H, h, H, live, 0.0))
-    left = tl.exp(coarse + fine)
-    to_end = tl.exp((last_of(coarse, C) - coarse) + (last_of(fine, C) - fine))
-
+    t = tl.minimum(i, (last - first - 1).to(tl.int32))  # tokens past the end count for nothing: their rates are 0
+    k += batch * k_batch + h // G * k_head + first * k_token + t[:, None] * k_token
+    q += batch * q_batch + h // G * q_head + first * q_token + t[:, None] * q_token
     gram = tl.zeros([C, C], tl.float32)
     P = tl.zeros([C, C], tl.float32)
     for start in tl.range(0, K, BK):
-        kk = start + tl.arange(0, BK)
-        mask = live[:, None] & (kk < K)[None, :]
-        x = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=mask, other=0.0)
-        x = x.to(inverse.dtype.element_ty)
+        kk = (start + tl.arange(0, BK))[None, :]
+        x = tl.load(k + kk, mask=kk < K, other=0.0).to(inverse.dtype.element_ty)
         gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
-        y = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=mask, other=0.0)
-        P = tl.dot(y.to(x.dtype), tl.trans(x), P, input_precision=PRECISION)
+        y = tl.load(q + kk, mask=kk < K, other=0.0).to(x.dtype)
+        P = tl.dot(y, tl.trans(x), P, input_precision=PRECISION)
 
     base = chunk * H + h
+    number = rates + base * RATES * C
     square = base * C * C + i[:, None] * C + i[None, :]
-    under = decays(coarse, fine, C) * kscale[None, :]
-    tl.store(scores + square, (P * under * qscale[:, None]).to(scores.dtype.element_ty))
-    A = tl.where(i[:, None] > i[None, :], gram * under * (b * kscale)[:, None], 0.0)
+    under = decays(number, C) * tl.load(number + 5 * C + i)[None, :]
+    tl.store(scores + square, (P * under * tl.load(number + 4 * C + i)[:, None]).to(scores.dtype.element_ty))
+    A = tl.where(i[:, None] > i[None, :], gram * under * tl.load(number + 6 * C + i)[:, None], 0.0)
     tl.store(inverse + square, unit_lower_inverse(A, C).to(inverse.dtype.element_ty))
-    row = rates + base * RATES * C + i
-    tl.store(row, tl.where(live, b * vscale, 0.0))
-    tl.store(row + C, tl.where(live, b * left * kscale, 0.0))
-    tl.store(row + 2 * C, tl.where(live, to_end * kscale, 0.0))
-    tl.store(row + 3 * C, tl.where(live, left * qscale, 0.0))
-    tl.store(row + 4 * C, qscale)
-    tl.store(row + 5 * C, kscale)
-    tl.store(row + 6 * C, coarse)
-    tl.store(row + 7 * C, fine)
-    tl.store(row + 8 * C, tl.where(i >= 0, last_of(left, C), 0.0))
 
 
 @triton.jit
@@ -146,32 +160,35 @@ def walk_kernel(
         S = tl.load(start + (segment * H + h) * K * V + place, mask=inside, other=0.0)
 
     chunk = first_piece(row, bounds, T, C) + (first - begin) // C
-    k += batch * k_batch + h // G * k_head + kk[None, :]
-    q += batch * q_batch + h // G * q_head + kk[None, :]
-    v += batch * v_batch + h * v_head + vv[:, None]
+    k += batch * k_batch + h // G * k_head + first * k_token
+    q += batch * q_batch + h // G * q_head + first * q_token
+    v += batch * v_batch + h * v_head + first * v_token
+    token = (batch * T + first) * H + h
+    length = (last - first).to(tl.int32)
     square = i[:, None] * C + i[None, :]
-    for n in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
+    for n in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         base = (chunk + n) * H + h
-        t = first + n * C + i
-        live = t < last
+        past = first * 0 + n * C  # int64
+        t = tl.minimum(i, length - n * C - 1)  # tokens past the end count for nothing: their rates are 0
         number = rates + base * RATES * C + i
-        keys = tl.load(k + t[:, None] * k_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
-        values = tl.load(v + t[None, :] * v_token, mask=live[None, :] & of_values[:, None], other=0.0).to(tl.float32)
+        keys = tl.load(k + past * k_token + (t[:, None] * k_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
+        values = tl.load(v + past * v_token + (t[None, :] * v_token + vv[:, None]), mask=of_values[:, None], other=0.0).to(tl.float32)
         L = tl.load(inverse + base * C * C + square)
-        keep = tl.load(rates + base * RATES * C + 8 * C + tl.zeros([BK], tl.int32))
+        keep = tl.load(rates + base * RATES * C + 9 * C + tl.zeros([BK], tl.int32))
         now = S.to(DOT)
         X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]
         U = tl.dot(X.to(DOT), tl.trans(L), input_precision=PRECISION)
-        there = ((batch * T + t) * H + h)[None, :] * V + vv[:, None]
+        there = (token + past * H) * V + (i[None, :] * (H * V) + vv[:, None])
+        live = (i < length - n * C)[None, :] & of_values[:, None]
         if o is not None:
-            queries = tl.load(q + t[:, None] * q_token, mask=live[:, None] & (kk < K)[None, :], other=0.0).to(DOT)
+            queries = tl.load(q + past * q_token + (t[:, None] * q_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
             P = tl.load(scores + base * C * C + square)
             out = tl.dot(now, tl.trans(queries), input_precision=PRECISION) * tl.load(number + 3 * C)[None, :]
             out = tl.dot(U.to(DOT), tl.trans(P), out, input_precision=PRECISION)
-            tl.store(o + there, out.to(o.dtype.element_ty), mask=live[None, :] & of_values[:, None])
+            tl.store(o + there, out.to(o.dtype.element_ty), mask=live)
         if states is not None:
             tl.store(states + base * K * V + place, now, mask=inside)
-            tl.store(update + there, U.to(DOT), mask=live[None, :] & of_values[:, None])
+            tl.store(update + there, U.to(DOT), mask=live)
         write = (U * tl.load(number + 2 * C)[None, :]).to(DOT)
         S = tl.dot(write, keys, S * keep[None, :], input_precision=PRECISION)
 
@@ -253,8 +270,8 @@ class Tiles(NamedTuple):
     """Tokens of a segment, a multiple of C; 0 picks it from the size of the call."""
 
 
-PROGRAMS = 128
-"""Walks a call is split into where its rows and heads are fewer: about one for each multiprocessor of an H200."""
+PROGRAMS = 256
+"""Walks a call is split into where its rows and heads are fewer: about two for each multiprocessor of an H200."""
 
 
 def segment_size(rows: int, tokens: int, heads: int, values: int, tiles: Tiles) -> int:
@@ -294,9 +311,14 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     inverse = torch.empty(chunks, H, C, C, dtype=way.dot, device=k.device)
     scores = torch.empty_like(inverse)
     rates = torch.empty(chunks, H, RATES, C, dtype=torch.float32, device=k.device)
+    BH = min(16, triton.next_power_of_2(H))
+    rates_kernel[(chunks * triton.cdiv(H, BH),)](
+        beta, log_decay, ks, vs, qs, rates, way.chunks.owner, cu_seqlens, T, H, H // Hk,
+        0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale,
+        C=C, BH=BH, NH=triton.cdiv(H, BH), RATES=RATES, num_warps=4,
+    )  # fmt: skip
     prepare_kernel[(chunks * H,)](
-        q, k, beta, log_decay, ks, vs, qs, inverse, scores, rates, way.chunks.owner, cu_seqlens, T, H, H // Hk, K,
-        *q.stride()[:3], *k.stride()[:3], 0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale,
+        q, k, rates, inverse, scores, way.chunks.owner, cu_seqlens, T, H, H // Hk, K, *q.stride()[:3], *k.stride()[:3],
         C=C, BK=min(padded(K), 64), RATES=RATES, PRECISION=way.precision, num_warps=4,
     )  # fmt: skip
     starts, maps = rates.new_empty(0), rates.new_empty(0)
