@@ -13,12 +13,16 @@ docs/chunkwise.md.
 
 # No `from __future__ import annotations` here: a custom op reads its types from them, and the tests' shape checker hides their names.
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from fastweights.notation import Coefficients
 from fastweights.ops.segments import Segments, fit
 
+CHUNK = 32
+"""C. Of 16, 32, 64 and 128 the fastest here: the work within chunks grows with C, the number of steps shrinks."""
 BLOCK = 16
 """Triangles up to this size are inverted by substitution."""
 
@@ -61,20 +65,20 @@ def _forward(
     """o and the final state; for the backward (empty unless ``keep``) the inverses, the errors E, and the memory before each chunk."""
     x = _Chunks(q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale)
     e = x.cut_values(v, value_scale)
-    P, L = x.products(x.decay * x.beta.unsqueeze(-2)).unbind(1)
+    P, L = x.products(x.decay.mul_(x.beta.unsqueeze(-2))).unbind(1)
     inverse = _inverse(L)
     o = torch.empty_like(e)
     S = x.first_state(state)
-    memories = S.new_empty((len(e) if keep else 0, *S.shape[1:]))
-    for step in x.steps:
-        now = S[: step.stop - step.start]
+    memories = S.new_empty((len(e), *S.shape[1:]) if keep else (0, *S.shape[1:]))
+    for step, y, P_, inverse_, e_, o_ in x.by_step(x.y, P, inverse, e, o):
+        now = S[: len(y)]
         if keep:
             memories[step] = now
-        z = torch.bmm(x.y[step], now).mul_(x.reach[step])
-        rest = torch.sub(e[step], z[:, x.C :], out=z[:, x.C :])
-        torch.bmm(inverse[step], rest, out=e[step])
-        torch.baddbmm(z[:, : x.C], P[step], e[step], out=o[step])
-        now.mul_(x.total[step]).baddbmm_(x.k[step].mT, e[step] * x.weight[step])
+        z = torch.bmm(y, now).mul_(x.reach[step])
+        unknown = torch.sub(e_, z[:, x.C :], out=z[:, x.C :])
+        torch.bmm(inverse_, unknown, out=e_)
+        torch.baddbmm(z[:, : x.C], P_, e_, out=o_)
+        now.mul_(x.total[step]).baddbmm_(y[:, x.C :].mT, e_ * x.weight[step])
     if not keep:
         inverse, e = inverse.new_empty(0), e.new_empty(0)
     return x.join(o, v.dtype), x.last_state(S), inverse, e, memories
@@ -89,7 +93,7 @@ def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_s
     if not keep:
         return o, final, *(v.new_empty(0, dtype=real) for _ in range(2)), v.new_empty((0, K, V), dtype=real)
     if cu_seqlens is None:
-        C = fit(64, T)
+        C = fit(CHUNK, T)
         size: tuple = (B * -(-T // C) * Hv, C)
     else:
         context = torch.library.get_ctx()
@@ -142,37 +146,35 @@ def _backward(
     do = torch.zeros_like(e) if do is None else x.cut(do)
     raw = x.products(x.decay)  # P and L without β
     P = raw[:, 0] * x.beta.unsqueeze(-2)
+    reach = x.reach * torch.tensor([1, -1], dtype=x.real, device=e.device).repeat_interleave(C).unsqueeze(-1)
 
     dS = x.first_state(dfinal)
-    dy, dk, dv = torch.empty_like(x.y), torch.empty_like(x.k, memory_format=torch.contiguous_format), torch.empty_like(e)
-    dproducts = torch.empty_like(raw).flatten(1, 2)
+    dy, dk, dv, dproducts = torch.empty_like(x.y), torch.empty(x.k.shape, dtype=x.real), torch.empty_like(e), torch.empty_like(raw)
     dreach, dweight, dtotal = x.y.new_empty(x.y.shape[:2]), torch.empty_like(x.beta), x.y.new_empty(len(e))
-    for step in reversed(x.steps):
-        now, S, e_, weight, total = dS[: step.stop - step.start], memories[step], e[step], x.weight[step], x.total[step]
-        de = torch.bmm(x.k[step], now)
-        dweight[step] = (de * e_).sum(-1)
-        de = torch.baddbmm(de.mul_(weight), P[step].mT, do[step])
-        torch.bmm(inverse[step].mT, de, out=dv[step])
-        dz = torch.cat([do[step], -dv[step]], dim=1)
-        torch.bmm(dz, e_.mT, out=dproducts[step])
-        dz.mul_(x.reach[step])
-        torch.bmm(dz, S.mT, out=dy[step])
-        dreach[step] = (dy[step] * x.y[step]).sum(-1)
-        torch.bmm(e_ * weight, now.mT, out=dk[step])
-        dtotal[step] = (now * S).sum((1, 2))
-        now.mul_(total).baddbmm_(x.y[step].mT, dz)
+    every = x.by_step(x.y, P, inverse, e, memories, do, dy, dk, dv, dproducts.flatten(1, 2))
+    for step, y, P_, inverse_, e_, S, do_, dy_, dk_, dv_, dproducts_ in reversed(list(every)):
+        now, weight = dS[: len(y)], x.weight[step]
+        de = torch.bmm(y[:, C:], now)
+        torch.sum(de * e_, -1, out=dweight[step])
+        de.mul_(weight).baddbmm_(P_.mT, do_)
+        torch.bmm(inverse_.mT, de, out=dv_)
+        dz = torch.cat([do_, dv_], dim=1)
+        torch.bmm(dz, e_.mT, out=dproducts_)
+        dz.mul_(reach[step])
+        torch.bmm(dz, S.mT, out=dy_)
+        torch.sum(dy_ * y, -1, out=dreach[step])
+        torch.bmm(e_ * weight, now.mT, out=dk_)
+        torch.sum(now * S, (1, 2), out=dtotal[step])
+        now.mul_(x.total[step]).baddbmm_(y.mT, dz)
 
-    dproducts = dproducts.unflatten(1, (2, C))
-    dproducts[:, 1].diagonal(dim1=1, dim2=2).zero_()
-    pairs = (dproducts * raw).sum(1)  # ∂/∂ log D, but for β
+    dproducts[:, 1].neg_().diagonal(dim1=1, dim2=2).zero_()
+    pairs = raw.mul_(dproducts).sum(1)  # the gradient of log D, but for β
     dbeta = pairs.sum(-2) + dweight * x.fade
     pairs *= x.beta.unsqueeze(-2)
-    dproducts *= (x.decay * x.beta.unsqueeze(-2)).unsqueeze(1)
-    dproducts = dproducts.flatten(1, 2)
+    dproducts = dproducts.mul_(x.decay.mul_(x.beta.unsqueeze(-2)).unsqueeze(1)).flatten(1, 2)
     dk.baddbmm_(dproducts.mT, x.y)
     dy.baddbmm_(dproducts, x.k)
-    dy[:, C:] += dk
-    dq, dk = x.join(dy[:, :C].mul_(scale)), x.join(dy[:, C:])
+    dq, dk = x.join(dy[:, :C].mul_(scale)), x.join(dk.add_(dy[:, C:]))
 
     # A decay at t acts on every pair i ≥ t > j, on the reads of S at i ≥ t, on the writes to S at j < t, and on S itself. Sums of these
     # terms alone lose nothing; differences of row and column sums would.
@@ -204,7 +206,7 @@ class _Chunks:
     def __init__(self, q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale):
         B, T, self.heads, _ = v.shape
         self.real = _real(q.dtype)
-        self.segments = Segments.of(B, T, cu_seqlens)
+        self.segments = Segments.of(B, T, cu_seqlens, CHUNK)
         self.C = C = self.segments.chunk
         self.state_shape = (self.segments.rows, self.heads, k.shape[3], v.shape[3])
         self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.segments.steps]
@@ -213,8 +215,7 @@ class _Chunks:
         """q̂ (times scale) above k̂ ``[M, 2C, K]``."""
         self.k = self.y[:, C:]
         a = self.y.new_zeros((len(self.y), C)) if log_decay is None else self.cut(log_decay)
-        not_after = torch.ones(C, C, dtype=torch.bool, device=a.device).triu()
-        since = a.unsqueeze(-1).expand(-1, C, C).masked_fill(not_after, 0).cumsum(-2)
+        since = a.unsqueeze(-1).expand(-1, C, C).tril(-1).cumsum_(-2)
         """log D: the decays after j up to i, summed: in a difference of longer sums one decay of −50 would drown the small ones."""
         self.fade = since[:, -1].exp()
         """exp(g_C − g) ``[M, C]``."""
@@ -239,6 +240,11 @@ class _Chunks:
     def join(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """``[M, C, …] -> [B, T, Hv, …]``."""
         return self.segments.join(x.unflatten(0, (-1, self.heads)), dtype)
+
+    def by_step(self, *tensors: Tensor) -> Iterator[tuple]:
+        """For every step its slice of M, and that part of each of the tensors."""
+        sizes = [step.stop - step.start for step in self.steps]
+        return zip(self.steps, *(x.split(sizes) for x in tensors), strict=True)
 
     def first_state(self, state: Tensor | None) -> Tensor:
         """A fresh copy, or zeros, ``[R · Hv, K, V]`` in the order of the steps."""
