@@ -31,32 +31,43 @@ def run_in_pieces(layer, x, pieces, state=None):
     return torch.cat(outputs, dim=1), state
 
 
-pieces = st.lists(st.sampled_from([1, 1, 2, 3, 5, 8, 0]), min_size=1, max_size=10).map(
-    lambda sizes: [*itertools.takewhile(lambda _: True, _cut(sizes)), T - sum(_cut(sizes))]
-)
+def partitions(tokens, sizes):
+    """Lists of piece sizes, drawn from ``sizes``, that add up to ``tokens``."""
+
+    def fit(drawn):
+        ends = itertools.accumulate(drawn)
+        kept = [size for size, end in zip(drawn, ends, strict=True) if end <= tokens]
+        return [*kept, tokens - sum(kept)]
+
+    return st.lists(st.sampled_from(sizes), min_size=1, max_size=10).map(fit)
 
 
-def _cut(sizes):
-    kept = []
-    for size in sizes:
-        if sum(kept) + size <= T:
-            kept.append(size)
-    return kept
-
-
-@pytest.mark.parametrize("heads", [H, 2 * H])
-@pytest.mark.parametrize("mixer", MIXERS)
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(partition=pieces)
-def test_any_partition_through_the_state_is_one_pass(mixer, heads, partition):
+def check_partition(mixer, heads, tokens, partition):
     layer = build(mixer, num_value_heads=heads, **({"sequence_factor": "1/sqrt(t)"} if mixer.startswith("kla") else {})).double()
-    x = hidden(rows=2)
+    x = hidden(rows=2, tokens=tokens)
     expected, expected_state = layer(x)
     y, state = run_in_pieces(layer, x, partition)
     close(y, expected)
     for actual, whole in zip(tensors_of(state), tensors_of(expected_state), strict=True):
         close(actual.double(), whole.double())
-    assert state.place.tolist() == [T, T] and state.place.dtype == torch.int64
+    assert state.place.tolist() == [tokens, tokens] and state.place.dtype == torch.int64
+
+
+@pytest.mark.parametrize("heads", [H, 2 * H])
+@pytest.mark.parametrize("mixer", MIXERS)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(partition=partitions(T, [1, 2, 3, 5, 8, 0]))
+def test_any_partition_through_the_state_is_one_pass(mixer, heads, partition):
+    check_partition(mixer, heads, T, partition)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("heads", [H, 2 * H])
+@pytest.mark.parametrize("mixer", MIXERS)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(partition=partitions(200, [1, 2, 3, 15, 16, 17, 63, 64, 65, 0]))
+def test_any_partition_across_chunks_is_one_pass(mixer, heads, partition):
+    check_partition(mixer, heads, 200, partition)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +175,7 @@ def test_every_dtype_is_finite_forward_and_backward(mixer, dtype):
     expected, _ = layer(x)
     if dtype == "autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y, state = layer(x)
+            y, state = layer(x, state=layer.initial_state(2))
             large, _ = layer(factor * x)
             again, _ = layer(x[:, :3], state=state)
         kind = torch.bfloat16
@@ -333,9 +344,9 @@ def test_every_argument_of_the_layer_acts(option, other):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("mixer", ["kla+ccq", "gla", "kla"])
+@pytest.mark.parametrize("mixer", ["kla+ccq", pytest.param("gla+ccq", marks=pytest.mark.full)])
 def test_the_layer_is_one_graph(mixer):
-    layer = build(mixer, **({"sequence_factor": "1/t"} if mixer == "kla" else {}))
+    layer = build(mixer, **({"sequence_factor": "1/t"} if mixer == "kla+ccq" else {}))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, bounds = hidden(dtype=torch.float32), torch.tensor([0, 11, 24])
     for arguments in ({}, {"cu_seqlens": bounds}):
