@@ -140,9 +140,8 @@ def stream_nats(model: PreTrainedModel, ids: Int[Tensor, "R L_plus_one"], *, chu
     for begin in range(0, length, chunk):
         end = min(begin + chunk, length)
         output = model(input_ids=ids[:, begin:end], use_cache=length > chunk, **carried)
-        carried = {
-            name: output[name] for name in ("cache", "past_key_values") if name in output
-        }  # its name depends on transformers' version
+        name = "cache" if "cache" in output else "past_key_values"  # transformers renamed it
+        carried = {name: output[name]} if length > chunk else {}
         logits = output.logits.flatten(0, 1).float()
         yield begin, F.cross_entropy(logits, ids[:, begin + 1 : end + 1].flatten(), reduction="none").view(len(ids), end - begin)
 

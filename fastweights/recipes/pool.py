@@ -83,7 +83,13 @@ def _begin_worker(messages, stop, threads: int) -> None:
     _messages, _stop = messages, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and sets `stop`
     torch.set_num_threads(threads)
+    _quiet()
+
+
+def _quiet() -> None:
+    """The board tells what happens; transformers' own bars and remarks would tear it."""
     transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
 
 
 def _work(number: int, job: Work) -> Row | None:
@@ -137,13 +143,14 @@ def _interrupts(console: Console) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
+    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
     torch.set_num_threads(count)
-    transformers.logging.disable_progress_bar()
+    _quiet()
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity(verbosity)
         transformers.logging.enable_progress_bar()
 
 
@@ -179,5 +186,5 @@ def _board(jobs: Sequence[Work], console: Console) -> Iterator[Callable[[int], R
 
 
 def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: those that torch found, or was told of by OMP_NUM_THREADS."""
+    return torch.get_num_threads()
