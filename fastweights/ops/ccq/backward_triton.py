@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.ccq.forward_triton import Moments, centred, columns, decayed, read
+from fastweights.ops.ccq.forward_triton import Moments, along, centred, columns, decayed, load_mean, read
 from fastweights.ops.decay.chunk_forward_triton import scan
 from fastweights.ops.decay.segments_triton import (
     Segments,
@@ -40,38 +40,53 @@ from fastweights.ops.tiles_triton import padded
 
 @triton.jit
 def pair_kernel(
-    q, e, g, strength, alpha, beta, dlam, N, r, rho, table, T, L, H, q_stride,
+    q, e, k, g, ks, mean, weight, base, strength, alpha, beta, dlam, alpha_out, beta_out, N, r, rho,
+    table, T, L, H, q_stride, k_stride,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a segment alone adds to N, r and ρ before it."""
+    """What a segment alone adds to N, r and ρ before it; and α, β, which come measured from the segment's own point, from the document's."""
     block = tl.program_id(0) % NB
     h = tl.program_id(0) // NB % H
     s = tl.program_id(0) // NB // H
     column = block * BV
-    _, begin, end, _ = segment_of(s, table, T, L)
+    document, begin, end, _ = segment_of(s, table, T, L)
+    place = s.to(tl.int64) * H + h
     q += h * K
     e += h * K
+    i = tl.arange(0, BK)
+    moved = load_mean(mean, tl.load(weight + place), k + h * K, ks, place, begin, end, k_stride, H, h, 0, K, BK)
+    moved -= tl.load(base + (document * H + h) * K + i, mask=i < K, other=0.0)
     pairs = tl.zeros([BK, BV], tl.float32)
-    r_sum = tl.zeros([BV], tl.float32)
-    rho_sum = tl.sum(r_sum, 0)
+    r_sums = tl.zeros([C, BV], tl.float32)  # rows are added up once, at the end
+    rho_sum = tl.sum(tl.zeros([C], tl.float32), 0)
     passed = rho_sum
     for start in tl.range(begin, end, C, num_stages=STAGES):
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
-        share = -load_numbers(strength, start, end, H, h, 0.0, C) * tl.exp(tl.cumsum(log_a, 0) + passed)
-        al = load_numbers(alpha, start, end, H, h, 0.0, C)
-        be = load_numbers(beta, start, end, H, h, 0.0, C)
+        share = -load_numbers(strength, start, end, H, h, 0.0, C)
+        if DECAY:
+            share *= tl.exp(tl.cumsum(log_a, 0) + passed)
+            passed += tl.sum(log_a, 0)
         query = load_tile(q, start, end, q_stride, 0, K, C, BK)
-        grad = load_tile(e, start, end, H * K, column, K, C, BV).to(tl.float32)
-        y = (query if NB == 1 else load_tile(q, start, end, q_stride, column, K, C, BV)).to(tl.float32)
-        pairs += tl.dot(tl.trans(query.to(DOT)), (grad * share[:, None]).to(DOT), input_precision=PRECISION)
-        r_sum += tl.sum(grad * (share * al)[:, None] + y * (share * be)[:, None], 0)
+        grad = load_tile(e, start, end, H * K, 0, K, C, BK)
+        al = load_numbers(alpha, start, end, H, h, 0.0, C) + along(query, moved, BK, DOT, PRECISION)
+        be = load_numbers(beta, start, end, H, h, 0.0, C) + along(grad, moved, BK, DOT, PRECISION)
+        if block == 0:
+            store_numbers(alpha_out, al, start, end, H, h, C)
+            store_numbers(beta_out, be, start, end, H, h, C)
+        if NB == 1:
+            query_columns = query.to(tl.float32)
+            grad_columns = grad.to(tl.float32)
+        else:
+            query_columns = load_tile(q, start, end, q_stride, column, K, C, BV).to(tl.float32)
+            grad_columns = load_tile(e, start, end, H * K, column, K, C, BV).to(tl.float32)
+        grad_columns *= share[:, None]
+        pairs += tl.dot(tl.trans(query.to(DOT)), grad_columns.to(DOT), input_precision=PRECISION)
+        r_sums += grad_columns * al[:, None] + query_columns * (share * be)[:, None]
         rho_sum += tl.sum(share * (al * be + load_numbers(dlam, start, end, H, h, 0.0, C)), 0)
-        passed += tl.sum(log_a, 0)
-    place = s.to(tl.int64) * H + h
     store_memory(N + place * K * K, pairs, column, K, K, BK, BV)
     j = column + tl.arange(0, BV)
-    tl.store(r + place * K + j, r_sum, mask=j < K)
+    tl.store(r + place * K + j, tl.sum(r_sums, 0), mask=j < K)
     if block == 0:
         tl.store(rho + place, rho_sum)
 
@@ -152,8 +167,6 @@ def key_kernel(
         valid = start + tl.arange(0, C) < end
         factor = load_numbers(ks, start, end, H, h, 1.0, C)[:, None]
         share = -load_numbers(strength, start, end, H, h, 0.0, C)
-        al = load_numbers(alpha, start, end, H, h, 0.0, C)
-        be = load_numbers(beta, start, end, H, h, 0.0, C)
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
         a = tl.cumsum(log_a, 0)
         keep = tl.exp(tl.sum(log_a, 0) - a)
@@ -161,6 +174,8 @@ def key_kernel(
         x = centred(load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32) * factor, b, valid).to(DOT)
         query = load_tile(q, start, end, q_stride, 0, K, C, BK).to(DOT)
         grad = load_tile(e, start, end, H * K, 0, K, C, BK).to(DOT)
+        al = load_numbers(alpha, start, end, H, h, 0.0, C)
+        be = load_numbers(beta, start, end, H, h, 0.0, C)
         if NB == 1:
             query_columns = query
             grad_columns = grad
@@ -175,8 +190,8 @@ def key_kernel(
         by_query = tl.dot(query, tl.trans(x), input_precision=PRECISION) - al[:, None]
         found = tl.dot(x, pairs.to(DOT), input_precision=PRECISION)
         if DECAY:
-            y = centred(load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32) * factor, b_columns, valid)
-            change = keep * (tl.sum(y * (0.5 * found - r_sum[None, :]), 1) + rho_sum)
+            x_columns = centred(load_tile(k, start, end, k_stride, column, K, C, BV).to(tl.float32) * factor, b_columns, valid)
+            change = keep * (tl.sum(x_columns * (0.5 * found - r_sum[None, :]), 1) + rho_sum)
             found = (found - r_sum[None, :]) * keep[:, None]
         else:
             found -= r_sum[None, :]
@@ -203,28 +218,33 @@ def key_kernel(
         pairs += tl.dot(tl.trans(grad), query_weighted, input_precision=PRECISION)
 
 
-def backward(q, k, lam, g, ks, e, alpha, dstate, before: Moments, final: Moments, total: Tensor, T: int, cut: Segments, tile: Tile):
+def backward(
+    q, k, lam, g, ks, e, rho_q, dstate, before: Moments, final: Moments, total: Tensor, T: int, cut: Segments, walk: Tile, collect: Tile
+):  # fmt: skip
     """Gradients of q, k, lam, log_decay, key_scale (None if not given), and N, r, ρ before the first token of each row."""
     H, K = k.shape[2:]
     DOT, precision = dot_type(q.dtype, k.dtype)
-    shape = columns(K, tile)
-    common = dict(
-        K=K, C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps
-    )  # fmt: skip
+    common = dict(K=K, DECAY=g is not None, DOT=DOT, PRECISION=precision)
     sizes = (cut.table, T, cut.length, H)
-    grid = (cut.count * H * shape["NB"],)
-    dq, beta, dlam, strength = read(e, k, lam, g, ks, before, final.mean, T, cut, tile, other=q)
+    dq, rho_e, dlam, strength = read(e, k, lam, g, ks, before, T, cut, walk, other=q)
     N, r, rho = (torch.empty_like(x) for x in before)
-    pair_kernel[grid](q, e, g, strength, alpha, beta, dlam, N, r, rho, *sizes, q.stride(1), **common)
+    alpha, beta = torch.empty_like(lam), torch.empty_like(lam)
+    shape = columns(K, collect)
+    pair_kernel[(cut.count * H * shape["NB"],)](
+        q, e, k, g, ks, before.mean, before.weight, final.mean, strength, rho_q, rho_e, dlam, alpha, beta, N, r, rho,
+        *sizes, q.stride(1), k.stride(1), **common, **shape, C=collect.chunk, STAGES=collect.stages, num_warps=collect.warps,
+    )  # fmt: skip
     dcovariance, dmean, dweight = dstate
     first_N = scan(N, total, dcovariance, T, cut, reverse=True)
     first_r = torch.zeros_like(final.mean) if dmean is None else -dmean / final.weight.clamp(min=1e-30).unsqueeze(-1)
     first_rho = torch.zeros_like(final.weight) if dweight is None else dweight.clone()
     vector_scan_kernel[(cut.rows * H,)](r, rho, total, first_r, first_rho, cut.first, T, cut.length, H, K, BK=padded(K), num_warps=1)
+    shape = columns(K, walk)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dg, dks = (None if x is None else x.new_empty(shape["NB"], *x.shape) for x in (g, ks))
-    key_kernel[grid](
+    key_kernel[(cut.count * H * shape["NB"],)](
         q, k, g, ks, e, strength, alpha, beta, dlam, final.mean, N, r, rho, *before, final.covariance, final.weight,
-        dk, dks, dg, *sizes, lam.numel() // H, q.stride(1), k.stride(1), **common,
+        dk, dks, dg, *sizes, lam.numel() // H, q.stride(1), k.stride(1),
+        **common, **shape, C=walk.chunk, STAGES=1, num_warps=walk.warps,
     )  # fmt: skip
     return dq, dk, dlam, None if dg is None else dg.sum(0), None if dks is None else dks.sum(0), (first_N, first_r, first_rho)

@@ -1,14 +1,15 @@
 """CCQ's forward kernels: q' = q − (λ/w)·C q, with C the centred second moment of the keys so far.
 
 Three launches, two reads of the keys, one of the queries. `moment_kernel` gives each segment's own (C, μ, w); `merge_kernel` puts together
-what comes before each segment by Chan's formula; `read_kernel` walks through a segment and reads. With x = k − μ, μ the mean before a chunk,
-A the decays and w_t = exp(g_t)·w + Σ_{j≤t} A[t, j]:
+what comes before each segment by Chan's formula; `read_kernel` walks through a segment and reads. Inside a segment everything is measured
+from one point b among the keys before it (their mean, or the first key): x = k − b, y = Σ A x, R = Σ A x xᵀ over the tokens before a chunk,
+g its running sum of log decays, A[t, j] = exp(g_t − g_j):
 
     merge   C' = a·C + C₂ + (a·w·w₂ / w')·δ δᵀ,   μ' = μ + (w₂ / w')·δ,   w' = a·w + w₂,   δ = μ₂ − μ
-    chunk   C' = a·C + Σ_j A[C, j] x_j x_jᵀ − y yᵀ / w',   μ' = μ + y / w',   y = Σ_j A[C, j] x_j
-    read    C_t q_t = exp(g_t)·C q_t + Σ_{j≤t} A[t, j] (q_tᵀ x_j − ρ_t) x_j,   ρ_t = Σ_{j≤t} A[t, j] q_tᵀ x_j / w_t = q_tᵀ(μ_t − μ)
+    read    C_t q_t = exp(g_t)·(R q_t − ρ_t y) + Σ_{j≤t} A[t, j] (q_tᵀ x_j − ρ_t) x_j
+            ρ_t = q_tᵀ(μ_t − b) = (exp(g_t)·q_tᵀ y + Σ_{j≤t} A[t, j] q_tᵀ x_j) / w_t
 
-x is of the size of the keys' spread, so half precision loses nothing where keys crowd; it is rounded once, and the sums y and x xᵀ are of the
+x is of the size of the keys' spread, so half precision loses nothing where keys crowd; it is rounded once, and y and R are sums of the
 rounded x, so that C stays a sum of squares. Each program holds some columns of C; all sums over columns are left in parts.
 """
 
@@ -72,6 +73,22 @@ def decayed(x, a, C: tl.constexpr, DECAY: tl.constexpr):
 
 
 @triton.jit
+def along(x, y, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """``x y`` for x ``[C, K]``, y ``[K]``, on the tensor cores: x stays in shared memory, and takes no registers."""
+    many = tl.broadcast_to(y[:, None], [BK, 16])
+    return tl.sum(tl.dot(x.to(DOT), many.to(DOT), input_precision=PRECISION), 1) * 0.0625
+
+
+@triton.jit
+def summed(x, keep, C: tl.constexpr, DECAY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """``Σ_j keep_j x_j``; where keep is all ones on the tensor cores, which are exact then."""
+    if DECAY:
+        return tl.sum(x.to(tl.float32) * keep[:, None], 0)
+    else:
+        return tl.sum(tl.dot(tl.trans(x), tl.full([C, 16], 1.0, DOT), input_precision=PRECISION), 1) * 0.0625
+
+
+@triton.jit
 def load_keys(k, ks, start, end, stride, H, h, column, K, C: tl.constexpr, W: tl.constexpr):
     return load_tile(k, start, end, stride, column, K, C, W).to(tl.float32) * load_numbers(ks, start, end, H, h, 1.0, C)[:, None]
 
@@ -102,27 +119,29 @@ def moment_kernel(
     k += h * K
     moment = tl.zeros([BK, BV], tl.float32)
     w = tl.sum(tl.zeros([C], tl.float32), 0)
-    mu = load_mean(None, w, k, ks, 0, begin, end, stride, H, h, 0, K, BK)
-    mu_columns = load_mean(None, w, k, ks, 0, begin, end, stride, H, h, block * BV, K, BV)
     passed = w
+    point = load_mean(None, w, k, ks, 0, begin, end, stride, H, h, 0, K, BK)
+    point_columns = load_mean(None, w, k, ks, 0, begin, end, stride, H, h, block * BV, K, BV)
+    sums = tl.zeros([C, BK], tl.float32)  # rows are added up once, at the end
+    sums_columns = tl.zeros([C, BV], tl.float32)
     for start in tl.range(begin, end, C, num_stages=STAGES):
         valid = start + tl.arange(0, C) < end
         log_a = load_numbers(g, start, end, H, h, 0.0, C)
         a, keep, carry, w = chunk_weights(log_a, w, valid, DECAY)
         passed += tl.sum(log_a, 0)
-        x = centred(load_keys(k, ks, start, end, stride, H, h, 0, K, C, BK), mu, valid).to(DOT)
-        y = tl.sum(x.to(tl.float32) * keep[:, None], 0)
-        mu += y / w
-        if NB == 1:
-            x_columns = x.to(tl.float32) * keep[:, None]
-            y_columns = y
-        else:
-            x_columns = centred(load_keys(k, ks, start, end, stride, H, h, block * BV, K, C, BV), mu_columns, valid)
-            x_columns = x_columns.to(DOT).to(tl.float32) * keep[:, None]
-            y_columns = tl.sum(x_columns, 0)
-            mu_columns += y_columns / w
-        moment = moment * carry - (y / w)[:, None] * y_columns[None, :]
-        moment += tl.dot(tl.trans(x), x_columns.to(DOT), input_precision=PRECISION)
+        x = (load_keys(k, ks, start, end, stride, H, h, 0, K, C, BK) - point[None, :]).to(DOT)
+        weighted = x.to(tl.float32) * keep[:, None]
+        sums = sums * carry + weighted
+        if NB > 1:
+            weighted = load_keys(k, ks, start, end, stride, H, h, block * BV, K, C, BV) - point_columns[None, :]
+            weighted = weighted.to(DOT).to(tl.float32) * keep[:, None]
+            sums_columns = sums_columns * carry + weighted
+        moment = moment * carry + tl.dot(tl.trans(x), weighted.to(DOT), input_precision=PRECISION)
+    y = tl.sum(sums, 0)
+    y_columns = y if NB == 1 else tl.sum(sums_columns, 0)
+    over = 1.0 / tl.maximum(w, 1e-30)
+    moment -= (y * over)[:, None] * y_columns[None, :]
+    mu = point + y * over
     base = s.to(tl.int64) * H + h
     store_memory(covariance + base * K * K, moment, block * BV, K, K, BK, BV)
     if block == 0:
@@ -181,63 +200,67 @@ def merge_kernel(
 
 @triton.jit
 def read_kernel(
-    q, k, lam, g, ks, covariance, mean, weight, base, other, out, against_mean, dlam, strength, table, T, L, H, tokens, q_stride, k_stride, other_stride,
+    q, k, lam, g, ks, covariance, mean, weight, other, out, rho_out, dlam, strength, table, T, L, H, tokens,
+    q_stride, k_stride, other_stride,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, DECAY: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q − (λ/w)·C q, and qᵀ(μ_t − base); with ``other``, as the backward needs, also −otherᵀ C q / w (in parts) and λ/w."""
+    """q − (λ/w)·C q, and ρ; with ``other``, as the backward needs, also −otherᵀ C q / w (in parts) and λ/w."""
     block = tl.program_id(0) % NB
     h = tl.program_id(0) // NB % H
     s = tl.program_id(0) // NB // H
     column = block * BV
-    document, begin, end, _ = segment_of(s, table, T, L)
+    _, begin, end, _ = segment_of(s, table, T, L)
     place = s.to(tl.int64) * H + h
     q += h * K
     k += h * K
     out += h * K
-    i = tl.arange(0, BK)
-    point = tl.load(base + (document * H + h) * K + i, mask=i < K, other=0.0)
     w = tl.load(weight + place)
-    mu = load_mean(mean, w, k, ks, place, begin, end, k_stride, H, h, 0, K, BK)
-    mu_columns = load_mean(mean, w, k, ks, place, begin, end, k_stride, H, h, column, K, BV)
+    point = load_mean(mean, w, k, ks, place, begin, end, k_stride, H, h, 0, K, BK)
+    point_columns = load_mean(mean, w, k, ks, place, begin, end, k_stride, H, h, column, K, BV)
     moment = load_memory(covariance + place * K * K, column, K, K, BK, BV)
+    y = tl.zeros([BK], tl.float32)
+    y_columns = tl.zeros([BV], tl.float32)
+    # The last chunk may reach past the end: what it leaves in moment, y and w is not used, and its rows are not stored.
     for start in tl.range(begin, end, C, num_stages=STAGES):
-        valid = start + tl.arange(0, C) < end
-        a, keep, carry, w_next = chunk_weights(load_numbers(g, start, end, H, h, 0.0, C), w, valid, DECAY)
+        log_a = load_numbers(g, start, end, H, h, 0.0, C)
+        a = tl.cumsum(log_a, 0) if DECAY else log_a
         part = 1.0 / (tl.exp(a) * w + tl.sum(decay_matrix(a, C), 1) if DECAY else w + 1.0 + tl.arange(0, C))
-        x = centred(load_keys(k, ks, start, end, k_stride, H, h, 0, K, C, BK), mu, valid).to(DOT)
-        y = tl.sum(x.to(tl.float32) * keep[:, None], 0)
+        keep = tl.exp(tl.sum(log_a, 0) - a) if DECAY else tl.full([C], 1.0, tl.float32)
+        carry = tl.exp(tl.sum(log_a, 0)) if DECAY else 1.0
+        x = (load_keys(k, ks, start, end, k_stride, H, h, 0, K, C, BK) - point[None, :]).to(DOT)
+        added = summed(x, keep, C, DECAY, DOT, PRECISION)
         query = load_tile(q, start, end, q_stride, 0, K, C, BK)
         scores = tl.dot(query.to(DOT), tl.trans(x), input_precision=PRECISION)
-        rho = tl.sum(decayed(scores, a, C, DECAY), 1) * part
-        if block == 0:
-            along = rho + tl.sum(query.to(tl.float32) * (mu - point)[None, :], 1)
-            store_numbers(against_mean, along, start, end, H, h, C)
-        mu += y / w_next
+        rho = along(query, y, BK, DOT, PRECISION)
+        if DECAY:
+            rho *= tl.exp(a)
+        rho = (rho + tl.sum(decayed(scores, a, C, DECAY), 1)) * part
+        read = tl.dot(query.to(DOT), moment.to(DOT), input_precision=PRECISION) - rho[:, None] * y_columns[None, :]
+        if DECAY:
+            read *= tl.exp(a)[:, None]
+        y = y * carry + added
         if NB == 1:
             x_columns = x
             y_columns = y
         else:
-            x_columns = centred(load_keys(k, ks, start, end, k_stride, H, h, column, K, C, BV), mu_columns, valid).to(DOT)
-            y_columns = tl.sum(x_columns.to(tl.float32) * keep[:, None], 0)
-            mu_columns += y_columns / w_next
-        read = tl.dot(query.to(DOT), moment.to(DOT), input_precision=PRECISION)
-        if DECAY:
-            read *= tl.exp(a)[:, None]
+            x_columns = (load_keys(k, ks, start, end, k_stride, H, h, column, K, C, BV) - point_columns[None, :]).to(DOT)
+            y_columns = y_columns * carry + summed(x_columns, keep, C, DECAY, DOT, PRECISION)
         read += tl.dot(decayed(scores - rho[:, None], a, C, DECAY).to(DOT), x_columns, input_precision=PRECISION)
         factor = load_numbers(lam, start, end, H, h, 0.0, C) * part
-        if other is not None:
-            if block == 0:
+        if block == 0:
+            store_numbers(rho_out, rho, start, end, H, h, C)
+            if other is not None:
                 store_numbers(strength, factor, start, end, H, h, C)
+        if other is not None:
             z = load_tile(other + h * K, start, end, other_stride, column, K, C, BV).to(tl.float32)
             store_numbers(dlam + block.to(tl.int64) * tokens * H, -tl.sum(z * read, 1) * part, start, end, H, h, C)
-        z = load_tile(q, start, end, q_stride, column, K, C, BV).to(tl.float32)
+        z = (query if NB == 1 else load_tile(q, start, end, q_stride, column, K, C, BV)).to(tl.float32)
         store_tile(out, z - factor[:, None] * read, start, end, H * K, column, K, C, BV)
         if DECAY:
             x_columns = (x_columns.to(tl.float32) * keep[:, None]).to(DOT)
-        moment = moment * carry - (y / w_next)[:, None] * y_columns[None, :]
-        moment += tl.dot(tl.trans(x), x_columns, input_precision=PRECISION)
-        w = w_next
+        moment = moment * carry + tl.dot(tl.trans(x), x_columns, input_precision=PRECISION)
+        w = w * carry + tl.sum(keep, 0)
 
 
 def columns(K: int, tile: Tile) -> dict[str, int]:
@@ -268,19 +291,19 @@ def moments(k, g, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Moments
 
 
 def read(
-    q, k, lam, g, ks, before: Moments, base: Tensor, T: int, cut: Segments, tile: Tile, other: Tensor | None = None
+    q, k, lam, g, ks, before: Moments, T: int, cut: Segments, tile: Tile, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """q − (λ/w)·C q in q's dtype and qᵀ(μ_t − base) ``[B, T, H]``; with ``other`` also −otherᵀ C q / w and λ/w, else None."""
+    """q − (λ/w)·C q in q's dtype and ρ ``[B, T, H]``; with ``other`` also −otherᵀ C q / w and λ/w, else None."""
     H, K = k.shape[2:]
     shape = columns(K, tile)
-    out, against_mean = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lam)
+    out, rho = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lam)
     dlam = strength = None
     if other is not None:
         dlam, strength = lam.new_empty(shape["NB"], *lam.shape), torch.empty_like(lam)
     DOT, precision = dot_type(q.dtype, k.dtype)
     read_kernel[(cut.count * H * shape["NB"],)](
-        q, k, lam, g, ks, *before, base, other, out, against_mean, dlam, strength,
+        q, k, lam, g, ks, *before, other, out, rho, dlam, strength,
         cut.table, T, cut.length, H, lam.numel() // H, q.stride(1), k.stride(1), 0 if other is None else other.stride(1),
         K=K, C=tile.chunk, **shape, DECAY=g is not None, DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return out, against_mean, None if dlam is None else dlam.sum(0), strength
+    return out, rho, None if dlam is None else dlam.sum(0), strength

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +12,30 @@ from fastweights.notation import CCQState
 from fastweights.ops.ccq import backward_triton, forward_triton
 from fastweights.ops.ccq.forward_triton import Moments
 from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
-from fastweights.ops.tiles_triton import padded
+from fastweights.ops.tiles_triton import operand, padded
 
-TILES: dict[int, Tile] = {
-    16: Tile(64, 64, 4, 2),
-    32: Tile(64, 64, 4, 2),
-    64: Tile(64, 64, 4, 2),
-    128: Tile(64, 64, 4, 2),
-    256: Tile(64, 32, 4, 1),
+
+class Tiles(NamedTuple):
+    """Two kinds of kernels, two shapes. Chunks of both divide the segment that ``walk`` sets."""
+
+    walk: Tile
+    """For the kernels that read while they walk through a segment."""
+    collect: Tile
+    """For those that only add up what a segment holds."""
+
+
+TILES: dict[tuple[int, int], Tiles] = {
+    (2, 16): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+    (2, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+    (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+    (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    (2, 256): Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)),
+    **{(4, size): Tiles(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)) for size in (16, 32, 64, 128)},
+    (4, 256): Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
 }
-"""By padded K. Replace an entry to try another shape."""
-SMALL_TILE = Tile(16, 32, 4, 1)
-"""Fits 99 KB of shared memory for every K, as consumer cards need."""
+"""By the bytes of an operand (float16 is read as four, see `operand`) and padded K. Replace an entry to try another shape."""
+SMALL = Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1))
+"""Fits 99 KB of shared memory for every K and operand, as consumer cards need."""
 
 
 def why_not(q: Tensor, k: Tensor) -> str | None:
@@ -43,7 +56,7 @@ def ccq_query_triton(
     key_scale: Tensor | None = None,
     state: CCQState | None = None,
     cu_seqlens: Tensor | None = None,
-    tile: Tile | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, CCQState]:
     """q' = q − (λ/w)·C q over the keys ``key_scale·k``: ``[B, T, Hk, K]`` in q's dtype, and the new state.
 
@@ -51,7 +64,9 @@ def ccq_query_triton(
     """
     lam, log_decay, key_scale = (None if x is None else x.float().contiguous() for x in (lam, log_decay, key_scale))
     moments = (None, None, None) if state is None else tuple(x.float().contiguous() for x in state)
-    out, *rest = ccq_forward(q, k, lam, log_decay, key_scale, *moments, cu_seqlens, list(tile or TILES[padded(k.shape[3])]))
+    if tiles is None:
+        tiles = TILES[operand(q.dtype, k.dtype)[0].itemsize, padded(k.shape[3])]
+    out, *rest = ccq_forward(q, k, lam, log_decay, key_scale, *moments, cu_seqlens, [*tiles.walk, *tiles.collect])
     return out, CCQState(*rest[:3])
 
 
@@ -66,28 +81,28 @@ def ccq_forward(
     mean: Tensor | None,
     weight: Tensor | None,
     cu_seqlens: Tensor | None,
-    tile: Sequence[int],
+    tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q', the final C, μ, w; for the backward: C, μ, w before each segment, each segment's total log decay, and qᵀ(μ_t − the final μ)."""
+    """q', the final C, μ, w; for the backward: C, μ, w before each segment, each segment's total log decay, and ρ."""
     state = None if covariance is None else (covariance, mean, weight)
     if k.shape[1] == 0:
-        shapes = ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tile)
+        shapes = ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tiles)
         for i in range(3):
             shapes[1 + i].zero_() if state is None else shapes[1 + i].copy_(state[i])
         return shapes
-    shape = Tile(*tile)
-    cut = _cut(k, cu_seqlens, shape)
+    walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
+    cut = _cut(k, cu_seqlens, walk)
     q, k = tokens_first(q), tokens_first(k)
-    before, final, total = forward_triton.moments(k, g, ks, state, k.shape[1], cut, shape)
-    out, alpha, _, _ = forward_triton.read(q, k, lam, g, ks, before, final.mean, k.shape[1], cut, shape)
-    return out, *final, *before, total, alpha
+    before, final, total = forward_triton.moments(k, g, ks, state, k.shape[1], cut, collect)
+    out, rho, _, _ = forward_triton.read(q, k, lam, g, ks, before, k.shape[1], cut, walk)
+    return out, *final, *before, total, rho
 
 
 @ccq_forward.register_fake
-def ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tile):
+def ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tiles):
     B, T, H, K = k.shape
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    length = segment_length(B * T, H, Tile(*tile))
+    length = segment_length(B * T, H, Tile(*tiles[:5]))
     count = 0 if T == 0 else B * (-(-T // length)) if cu_seqlens is None else T // length + rows
 
     def moments(n):
@@ -109,7 +124,7 @@ def ccq_backward(
     g: Tensor | None,
     ks: Tensor | None,
     cu_seqlens: Tensor | None,
-    tile: Sequence[int],
+    tiles: Sequence[int],
     grad: Tensor,
     dcovariance: Tensor | None,
     dmean: Tensor | None,
@@ -117,27 +132,27 @@ def ccq_backward(
     before: Sequence[Tensor],
     final: Sequence[Tensor],
     total: Tensor,
-    alpha: Tensor,
+    rho: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, lam, g, ks (empty if not given), and N, r, ρ before the first token (see backward_triton)."""
-    shapes = ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total, alpha)
+    shapes = ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, before, final, total, rho)
     if k.shape[1] == 0:
         shapes[5].zero_() if dcovariance is None else shapes[5].copy_(dcovariance)
         shapes[6].zero_() if dmean is None else shapes[6].copy_(-dmean / final[2].clamp(min=1e-30).unsqueeze(-1))
         shapes[7].zero_() if dweight is None else shapes[7].copy_(dweight)
         return shapes
-    shape = Tile(*tile)
-    cut = _cut(k, cu_seqlens, shape)
+    walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
+    cut = _cut(k, cu_seqlens, walk)
     q, k = tokens_first(q), tokens_first(k)
     dstate = tuple(None if x is None else x.contiguous() for x in (dcovariance, dmean, dweight))
     dq, dk, dlam, dg, dks, first = backward_triton.backward(
-        q, k, lam, g, ks, grad.contiguous(), alpha, dstate, Moments(*before), Moments(*final), total, k.shape[1], cut, shape
+        q, k, lam, g, ks, grad.contiguous(), rho, dstate, Moments(*before), Moments(*final), total, k.shape[1], cut, walk, collect
     )
     return dq, dk, dlam, shapes[3] if dg is None else dg, shapes[4] if dks is None else dks, *first
 
 
 @ccq_backward.register_fake
-def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, dmean, dweight, before, final, total, alpha):
+def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, before, final, total, rho):
     def like(x: Tensor | None) -> Tensor:
         return total.new_empty(0) if x is None else x.new_empty(x.shape)
 
@@ -145,18 +160,18 @@ def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tile, grad, dcovariance, d
 
 
 def _setup(ctx, inputs, output):
-    q, k, lam, g, ks, *state, cu_seqlens, ctx.tile = inputs
+    q, k, lam, g, ks, *state, cu_seqlens, ctx.tiles = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, lam, g, ks, cu_seqlens, *output[1:], *state[1:])
 
 
 def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
     q, k, lam, g, ks, cu_seqlens, *rest = ctx.saved_tensors
-    final, before, (total, alpha, mean, weight) = rest[:3], rest[3:6], rest[6:]
+    final, before, (total, rho, mean, weight) = rest[:3], rest[3:6], rest[6:]
     if grad is None:
         grad = torch.zeros_like(q)
-    dq, dk, dlam, dg, dks, N, r, rho = ccq_backward(
-        q, k, lam, g, ks, cu_seqlens, ctx.tile, grad, dcovariance, dmean, dweight, before, final, total, alpha
+    dq, dk, dlam, dg, dks, N, r, rho_0 = ccq_backward(
+        q, k, lam, g, ks, cu_seqlens, ctx.tiles, grad, dcovariance, dmean, dweight, before, final, total, rho
     )
     dstate = (None, None, None)
     if mean is not None:  # the state is a key of weight w at μ, with a spread C of its own
@@ -165,7 +180,7 @@ def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
         dmu = weight.unsqueeze(-1) * (pull - r)
         if dmean is not None:  # a row that stays empty hands its mean on
             dmu = torch.where(final[2].unsqueeze(-1) > 0, dmu, dmean)
-        dstate = (N, dmu, (x * (0.5 * pull - r)).sum(-1) + rho)
+        dstate = (N, dmu, (x * (0.5 * pull - r)).sum(-1) + rho_0)
     return dq, dk, dlam, None if g is None else dg, None if ks is None else dks, *dstate, None, None
 
 

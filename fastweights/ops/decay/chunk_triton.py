@@ -16,8 +16,8 @@ TILES: dict[int, Tile] = {
     16: Tile(64, 128, 4, 2),
     32: Tile(64, 128, 4, 2),
     64: Tile(64, 128, 4, 2),
-    128: Tile(64, 128, 8, 2),
-    256: Tile(64, 64, 8, 1),
+    128: Tile(64, 64, 4, 2),
+    256: Tile(64, 32, 4, 1),
 }
 """By padded K, for a decay per head. Replace an entry to try another shape."""
 CHANNEL_TILES: dict[int, Tile] = {size: Tile(16, 64, 4, 1) for size in TILES}
