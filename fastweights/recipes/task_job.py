@@ -150,18 +150,18 @@ def train_on_task(
     """Train ``model`` in place on fresh examples, going on from the job's checkpoint if it exists.
 
     Ends at the last step; at a window in which every task reaches ``stop_at``; or at one whose loss is not finite. None if `should_stop`,
-    asked after every window, ended it: the checkpoint then holds all of it.
+    asked after every window, ended it. Either way the checkpoint then holds all of it.
     """
     settings = job.settings
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=job.learning_rate, betas=settings.betas)
-    rng, curve = generator(job.seed), list[Point]()
+    rng, trained = generator(job.seed), Trained([], reached=False, diverged=False)
     began = saved = time.perf_counter()
     if job.checkpoint.exists():
-        rng, curve = _load(job.checkpoint, model, optimizer, job.device)
-        began -= curve[-1].seconds
+        rng, trained = _load(job.checkpoint, model, optimizer, job.device)
+        began -= trained.curve[-1].seconds
+    curve = trained.curve
     model.train()
-    first = curve[-1].step + 1 if curve else 1
-    for start in range(first, settings.steps + 1, settings.window):
+    while not (trained.reached or trained.diverged) and (start := curve[-1].step + 1 if curve else 1) <= settings.steps:
         window = _Window(settings, job.device)
         for step in range(start, min(start + settings.window, settings.steps + 1)):
             for group in optimizer.param_groups:
@@ -178,15 +178,15 @@ def train_on_task(
             report("training", step, settings.steps, f"{curve[-1].accuracy:.1%}" if curve else "")
         point, reached = window.read(step, time.perf_counter() - began)
         curve.append(point)
-        if reached or not math.isfinite(point.loss):
-            return Trained(curve, reached, diverged=not math.isfinite(point.loss))
+        trained = Trained(curve, reached, diverged=not math.isfinite(point.loss))
         stop = should_stop()
         if stop or time.perf_counter() - saved > CHECKPOINT_SECONDS:
-            _save(job.checkpoint, model, optimizer, rng, curve)
+            _save(job.checkpoint, model, optimizer, rng, trained)
             saved = time.perf_counter()
         if stop:
             return None
-    return Trained(curve, reached=False, diverged=False)
+    _save(job.checkpoint, model, optimizer, rng, trained)  # an interrupted measurement does not train again
+    return trained
 
 
 def ask(model: FastWeightsForCausalLM, batch: Batch, device: str) -> tuple[Tensor, Tensor]:
@@ -252,18 +252,19 @@ def _pick(settings: TaskSettings, rng: np.random.Generator) -> int:
     return int(np.searchsorted(shares, uniform * shares[-1], side="right"))
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator, curve: list[Point]) -> None:
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator, trained: Trained) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": json.dumps(rng.bit_generator.state)}
-    torch.save(state | {"curve": [tuple(point) for point in curve]}, part)
+    ending = {"reached": trained.reached, "diverged": trained.diverged}
+    torch.save(state | ending | {"curve": [tuple(point) for point in trained.curve]}, part)
     os.replace(part, path)
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[np.random.Generator, list[Point]]:
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[np.random.Generator, Trained]:
     state = torch.load(path, weights_only=True, map_location=device)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     rng = generator(0)
     rng.bit_generator.state = json.loads(state["rng"])
-    return rng, [Point(*point) for point in state["curve"]]
+    return rng, Trained([Point(*point) for point in state["curve"]], state["reached"], state["diverged"])

@@ -24,8 +24,9 @@ class TaskCompareSettings:
     """
 
     task: str
-    """A task with its training mixture, model size, learning rates and seeds: mqar (minutes on a laptop), mqar-zoology-64,
-    mqar-zoology-128, mqar-zoology-256, mqar-kla, one-pair-kla, palindrome-kla, stack-kla, parity, s3, s5, s3-swaps, s5-swaps, needle-bytes."""
+    """The task, its training mixture, model size, learning rates and seeds: mqar (minutes on a laptop), mqar-zoology-64,
+    mqar-zoology-128, mqar-zoology-256, mqar-kla, one-pair-kla, palindrome-kla, stack-kla, parity, s3, s5, s3-swaps, s5-swaps,
+    needle-bytes."""
     mixers: tuple[str, ...] = ("gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq")
     """What to compare. Options of the rules after colons: `kla:eta_max=2`. A pattern over the layers with commas: `kla,softmax`."""
     learning_rates: tuple[float, ...] = ()

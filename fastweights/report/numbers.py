@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 def interval(estimate: Mapping[str, float | None], *, signed: bool = False) -> str:
@@ -13,6 +14,6 @@ def interval(estimate: Mapping[str, float | None], *, signed: bool = False) -> s
     return f"{value} ± {(estimate['high'] - estimate['low']) / 2:.3f}"
 
 
-def percent(measured: Mapping[str, float]) -> str:
+def percent(measured: Mapping[str, Any]) -> str:
     """`98.3 [97.1, 99.0]`: an accuracy in percent and the interval around it."""
     return f"{100 * measured['accuracy']:.1f} [{100 * measured['low']:.1f}, {100 * measured['high']:.1f}]"

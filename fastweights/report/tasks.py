@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastweights.report.comparison import WIDE
 from fastweights.report.html import Html, fields, figure, folded, section, table, tag
 from fastweights.report.numbers import percent
 from fastweights.report.plots import Curve, curves
@@ -82,8 +83,8 @@ def _by_axis(results: Mapping[str, Any]) -> Html:
         description=f"Accuracy by {axis}, one line per mixer.",
         log_x=True,
         markers=True,
-        marks=[(max(task[axis] for task in results["rows"][0]["train"]), "most in training")],
-        size=(9.0, 4.0),
+        marks=[(float(max(task[axis] for task in results["rows"][0]["train"])), "most in training")],
+        size=WIDE,
     )
     return section(f"By {axis}", figure(plot, f"Bands: {_spread(standings)}."))
 
@@ -115,7 +116,7 @@ def _by_stratum(results: Mapping[str, Any]) -> Html:
                 description=f"Accuracy by {name}, one line per mixer.",
                 log_x=name != "depth",
                 markers=True,
-                size=(9.0, 4.0),
+                size=WIDE,
             )
             content.append(figure(plot, f"At {last}."))
     return section("What is easy and what is hard", *content)
@@ -128,7 +129,7 @@ def _training(results: Mapping[str, Any]) -> Html:
         x_label="steps",
         y_label="accuracy in training (%)",
         description="Accuracy in training by step, one line per mixer.",
-        size=(9.0, 4.0),
+        size=WIDE,
     )
     note = f"Seed {standings[0]['seeds'][0]} at each mixer's best learning rate. Examples are fresh, so this is accuracy on unseen ones."
     content = [figure(plot, note)]
