@@ -28,9 +28,31 @@ def expected_chunks(x, lengths, C):
     return order, torch.stack(out) if out else x.new_zeros(0, x.shape[2], C, *x.shape[3:])
 
 
-@given(st.lists(st.integers(0, 70), min_size=2, max_size=12), st.sampled_from([1, 3, 16]))
+def assert_spans_are_the_whole(segments, x, limit):
+    """Every chunk lies in exactly one span, spans keep to the limit where one moment does, and follow each other in time."""
+    whole, joined = segments.cut(x), torch.full_like(x, torch.nan)
+    first = {}  # of each row, the next moment
+    offset, seen = 0, []
+    for span in segments.spans(limit):
+        assert span.offset == offset and span.chunks <= limit and 0 < span.rows <= limit
+        chunks = span.cut(x)
+        for i, step in enumerate(span.steps):
+            for row, chunk in enumerate(chunks[step], span.top):
+                assert first.get(row, 0) == span.first + i
+                first[row] = span.first + i + 1
+                moment = segments.steps[span.first + i]
+                seen.append(moment.start + row)
+                assert row < moment.stop - moment.start
+                torch.testing.assert_close(chunk, whole[moment.start + row], rtol=0, atol=0)
+        span.join(chunks, out=joined)
+        offset += span.chunks
+    assert sorted(seen) == list(range(segments.chunks))
+    torch.testing.assert_close(joined, x, rtol=0, atol=0)
+
+
+@given(st.lists(st.integers(0, 70), min_size=2, max_size=12), st.sampled_from([1, 3, 16]), st.data())
 @settings(max_examples=60, deadline=None)
-def test_packed_layout_is_its_definition(lengths, C):
+def test_packed_layout_is_its_definition(lengths, C, data):
     x = torch.randn(1, sum(lengths), 2, 3)
     segments = Segments.of(1, sum(lengths), bounds(lengths), C)
     assert segments.chunk == C
@@ -38,6 +60,7 @@ def test_packed_layout_is_its_definition(lengths, C):
     torch.testing.assert_close(segments.cut(x), chunks, rtol=0, atol=0)
     assert segments.order.tolist() == order
     torch.testing.assert_close(segments.join(chunks), x, rtol=0, atol=0)
+    assert_spans_are_the_whole(segments, x, data.draw(st.integers(1, 9)))
     state = torch.randn(len(lengths), 4)
     torch.testing.assert_close(segments.unsort(segments.sort(state)), state, rtol=0, atol=0)
     assert segments.chunks == sum(-(-length // C) for length in lengths)
@@ -57,6 +80,8 @@ def test_batch_is_cut_as_equal_documents(B, T, C):
             assert dense.steps == packed.steps
         assert chunks.shape[:3] == (dense.chunks, 2, C) and dense.rows == B
         torch.testing.assert_close(dense.join(chunks), y, rtol=0, atol=0)
+        for limit in (1, 2, 5, 100):
+            assert_spans_are_the_whole(dense, y, limit)
 
 
 def test_one_document_is_the_batch_of_one_and_short_documents_get_short_chunks():

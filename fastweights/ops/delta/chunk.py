@@ -7,8 +7,8 @@ corrects, e_i = v̂_i − S̃_iᵀk̂_i, sees the writes β_j k̂_j e_jᵀ of th
     (I + L) E = V̂ − diag(eᵍ) K̂ S          O = diag(eᵍ) Q̂ S + P E          S ← exp(g_C) S + K̂ᵀ diag(w) E
 
 Every exponent is ≤ 0. β stands on the right, so nothing is divided by it. The inverse of I + L is built in full precision from the inverses
-of blocks on its diagonal. The forward keeps it, E, and S before each chunk; everything else the backward makes again. The derivation is in
-docs/chunkwise.md.
+of blocks on its diagonal. The forward keeps it, E, and S before each chunk; everything else the backward makes again. Both walk over spans
+of a few chunks, small enough for the processor's cache. The derivation is in docs/chunkwise.md.
 """
 
 # No `from __future__ import annotations` here: a custom op reads its types from them, and the tests' shape checker hides their names.
@@ -23,6 +23,8 @@ from fastweights.ops.segments import Segments, fit
 
 CHUNK = 32
 """C. Of 16, 32, 64 and 128 the fastest here: the work within chunks grows with C, the number of steps shrinks."""
+SPAN = 128
+"""How many chunks, counted for every head, are worked on at once."""
 BLOCK = 16
 """Triangles up to this size are inverted by substitution."""
 
@@ -63,60 +65,62 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the final state; for the backward (empty unless ``keep``) the inverses, the errors E, and the memory before each chunk."""
-    x = _Chunks(q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale)
-    e = x.cut_values(v, value_scale)
-    P, L = x.products(x.decay.mul_(x.beta.unsqueeze(-2))).unbind(1)
-    inverse = _inverse(L)
-    o = torch.empty_like(e)
-    S = x.first_state(state)
-    memories = S.new_empty((len(e), *S.shape[1:]) if keep else (0, *S.shape[1:]))
-    for step, y, P_, inverse_, e_, o_ in x.by_step(x.y, P, inverse, e, o):
-        now = S[: len(y)]
+    (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
+    segments = Segments.of(B, T, cu_seqlens, CHUNK)
+    M, C = (segments.chunks * Hv if keep else 0), segments.chunk
+    inverses, errors, memories = (v.new_empty(shape, dtype=real) for shape in ((M, C, C), (M, C, V), (M, K, V)))
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    S = v.new_zeros((segments.rows, Hv, K, V), dtype=real) if state is None else segments.sort(state.to(real))
+    for span in segments.spans(max(SPAN // Hv, 1)):
+        x = _Span(span, q, k, v, beta, log_decay, key_scale, query_scale, scale)
+        e, now = x.cut(v), x.rows_of(S)
+        if value_scale is not None:
+            e *= x.cut(value_scale).unsqueeze(-1)
+        P, L = x.products(x.decay.mul_(x.beta.unsqueeze(-2))).unbind(1)
+        inverse, reads = _inverse(L), torch.empty_like(e)
+        before = memories[x.held] if keep else None
+        for step, y, P_, inverse_, e_, reads_ in x.steps(x.y, P, inverse, e, reads):
+            now = now[: len(y)]
+            if before is not None:
+                before[step] = now
+            z = torch.bmm(y, now).mul_(x.reach[step])
+            known = torch.sub(e_, z[:, C:], out=z[:, C:])
+            torch.bmm(inverse_, known, out=e_)
+            torch.baddbmm(z[:, :C], P_, e_, out=reads_)
+            now.mul_(x.total[step]).baddbmm_(y[:, C:].mT, e_ * x.weight[step])
         if keep:
-            memories[step] = now
-        z = torch.bmm(y, now).mul_(x.reach[step])
-        unknown = torch.sub(e_, z[:, x.C :], out=z[:, x.C :])
-        torch.bmm(inverse_, unknown, out=e_)
-        torch.baddbmm(z[:, : x.C], P_, e_, out=o_)
-        now.mul_(x.total[step]).baddbmm_(y[:, x.C :].mT, e_ * x.weight[step])
-    if not keep:
-        inverse, e = inverse.new_empty(0), e.new_empty(0)
-    return x.join(o, v.dtype), x.last_state(S), inverse, e, memories
+            inverses[x.held], errors[x.held] = inverse, e
+        x.join(reads, o)
+    return o, segments.unsort(S), inverses, errors, memories
 
 
 @_forward.register_fake
 def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, scale, keep):
-    (B, T, Hv, V), K = v.shape, k.shape[3]
+    (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    real = _real(q.dtype)
-    o, final = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty((rows, Hv, K, V), dtype=real)
-    if not keep:
-        return o, final, *(v.new_empty(0, dtype=real) for _ in range(2)), v.new_empty((0, K, V), dtype=real)
     if cu_seqlens is None:
         C = fit(CHUNK, T)
         size: tuple = (B * -(-T // C) * Hv, C)
     else:
         context = torch.library.get_ctx()
         size = (context.new_dynamic_size(), context.new_dynamic_size())
-    M, C = size
-    return o, final, *(v.new_empty(shape, dtype=real) for shape in ((M, C, C), (M, C, V), (M, K, V)))
+    M, C = size if keep else (0, CHUNK)
+    kept = (v.new_empty(shape, dtype=real) for shape in ((M, C, C), (M, C, V), (M, K, V)))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty((rows, Hv, K, V), dtype=real), *kept
 
 
 def _save(ctx, inputs, output):
     *operands, ctx.scale, _ = inputs
-    _, _, *kept = output
+    kept = output[2:]
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*operands, *kept)
 
 
 def _differentiate(ctx, do, dfinal, *_):
-    q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, inverse, e, memories = ctx.saved_tensors
-    grads = _backward(
-        q, k, v, beta, log_decay, key_scale, value_scale, query_scale, cu_seqlens, inverse, e, memories, do, dfinal, ctx.scale
-    )
-    given = (q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state)
-    return *(grad if x is not None else None for x, grad in zip(given, grads, strict=True)), None, None, None
+    *given, cu_seqlens, inverses, errors, memories = ctx.saved_tensors
+    grads = _backward(*given[:-1], cu_seqlens, inverses, errors, memories, do, dfinal, ctx.scale)
+    return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -133,26 +137,53 @@ def _backward(
     value_scale: Tensor | None,
     query_scale: Tensor | None,
     cu_seqlens: Tensor | None,
-    inverse: Tensor,
-    e: Tensor,
+    inverses: Tensor,
+    errors: Tensor,
     memories: Tensor,
     do: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, log_decay, key_scale, value_scale, query_scale and state."""
-    x = _Chunks(q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale)
-    C = x.C
-    do = torch.zeros_like(e) if do is None else x.cut(do)
+    """Gradients of q, k, v, beta, log_decay, key_scale, value_scale, query_scale and state; empty where there is no such operand."""
+    (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
+    segments = Segments.of(B, T, cu_seqlens, CHUNK)
+    dS = v.new_zeros((segments.rows, Hv, K, V), dtype=real) if dfinal is None else segments.sort(dfinal.to(real))
+    per_head = [v.new_empty((B, T, Hv, *size), dtype=real) for size in ((K,), (K,), (V,), (), ())]
+    for span in reversed(segments.spans(max(SPAN // Hv, 1))):
+        x = _Span(span, q, k, v, beta, log_decay, key_scale, query_scale, scale)
+        e = errors[x.held]
+        do_ = torch.zeros_like(e) if do is None else x.cut(do)
+        grads = _backward_span(x, inverses[x.held], e, memories[x.held], do_, x.rows_of(dS))
+        for grad, out in zip(grads, per_head, strict=True):
+            x.join(grad, out)
+    dq, dk, dv, dbeta, dlog_decay = per_head
+    dq, dquery_scale = _unscale(dq.mul_(scale), q, query_scale)
+    dk, dkey_scale = _unscale(dk, k, key_scale)
+    dv, dvalue_scale = _unscale(dv, v, value_scale)
+    dbeta, dlog_decay = (dx.new_empty(0) if x is None else dx.to(x.dtype) for dx, x in ((dbeta, beta), (dlog_decay, log_decay)))
+    return dq, dk, dv, dbeta, dlog_decay, dkey_scale, dvalue_scale, dquery_scale, segments.unsort(dS)
+
+
+@_backward.register_fake
+def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, cu_seqlens, inverses, errors, memories, do, dfinal, scale):
+    (B, _, Hv, V), K = v.shape, k.shape[3]
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    operands = (q, k, v, beta, log_decay, key_scale, value_scale, query_scale)
+    none = errors.new_empty(0)
+    grads = (torch.empty_like(none if x is None else x, memory_format=torch.contiguous_format) for x in operands)
+    return *grads, errors.new_empty((rows, Hv, K, V))
+
+
+def _backward_span(x: "_Span", inverse: Tensor, e: Tensor, memories: Tensor, do: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q̂ (times scale), k̂, v̂, β and log_decay of a span; takes dS from behind the span to before it, in place."""
+    C = x.y.shape[1] // 2
     raw = x.products(x.decay)  # P and L without β
     P = raw[:, 0] * x.beta.unsqueeze(-2)
-    reach = x.reach * torch.tensor([1, -1], dtype=x.real, device=e.device).repeat_interleave(C).unsqueeze(-1)
-
-    dS = x.first_state(dfinal)
-    dy, dk, dv, dproducts = torch.empty_like(x.y), torch.empty(x.k.shape, dtype=x.real), torch.empty_like(e), torch.empty_like(raw)
-    dreach, dweight, dtotal = x.y.new_empty(x.y.shape[:2]), torch.empty_like(x.beta), x.y.new_empty(len(e))
-    every = x.by_step(x.y, P, inverse, e, memories, do, dy, dk, dv, dproducts.flatten(1, 2))
-    for step, y, P_, inverse_, e_, S, do_, dy_, dk_, dv_, dproducts_ in reversed(list(every)):
+    reach = x.reach * torch.tensor([[1.0], [-1.0]]).to(e).repeat_interleave(C, dim=0)  # keys read S with a minus
+    dy, dk, dv, dproducts = torch.empty_like(x.y), e.new_empty(x.k.shape), torch.empty_like(e), torch.empty_like(raw)
+    dreach, dweight, dtotal = e.new_empty(x.y.shape[:2]), torch.empty_like(x.beta), e.new_empty(len(e))
+    steps = list(x.steps(x.y, P, inverse, e, memories, do, dy, dk, dv, dproducts.flatten(1, 2)))
+    for step, y, P_, inverse_, e_, S, do_, dy_, dk_, dv_, dproducts_ in reversed(steps):
         now, weight = dS[: len(y)], x.weight[step]
         de = torch.bmm(y[:, C:], now)
         torch.sum(de * e_, -1, out=dweight[step])
@@ -174,43 +205,22 @@ def _backward(
     dproducts = dproducts.mul_(x.decay.mul_(x.beta.unsqueeze(-2)).unsqueeze(1)).flatten(1, 2)
     dk.baddbmm_(dproducts.mT, x.y)
     dy.baddbmm_(dproducts, x.k)
-    dq, dk = x.join(dy[:, :C].mul_(scale)), x.join(dk.add_(dy[:, C:]))
 
     # A decay at t acts on every pair i ≥ t > j, on the reads of S at i ≥ t, on the writes to S at j < t, and on S itself. Sums of these
     # terms alone lose nothing; differences of row and column sums would.
     before = torch.ones(C, C, dtype=e.dtype, device=e.device).triu(1)  # [j, t]: j < t
     dlog_decay = (pairs @ before).tril_().sum(-2) + (dweight * x.weight.squeeze(-1)) @ before
     dlog_decay += dreach.unflatten(1, (2, C)).sum(1) @ (1 - before) + (dtotal * x.total.flatten()).unsqueeze(-1)
-    dq, dquery_scale = _unscale(dq, q, query_scale)
-    dk, dkey_scale = _unscale(dk, k, key_scale)
-    dv, dvalue_scale = _unscale(x.join(dv), v, value_scale)
-    dbeta = _like(x.join(dbeta), beta)
-    dlog_decay = _like(x.join(dlog_decay), log_decay)
-    return dq, dk, dv, dbeta, dlog_decay, dkey_scale, dvalue_scale, dquery_scale, x.last_state(dS)
+    return dy[:, :C], dk.add_(dy[:, C:]), dv, dbeta, dlog_decay
 
 
-@_backward.register_fake
-def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, cu_seqlens, inverse, e, memories, do, dfinal, scale):
-    (B, _, Hv, V), K = v.shape, k.shape[3]
-    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    grads = (
-        e.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (q, k, v, beta, log_decay, key_scale, value_scale, query_scale)
-    )
-    return *grads, e.new_empty((rows, Hv, K, V))
+class _Span:
+    """What forward and backward both need of a span. Chunks and value heads share the first dimension M = chunks · Hv."""
 
-
-class _Chunks:
-    """What forward and backward both need. Chunks and value heads share the first dimension M = chunks · Hv."""
-
-    def __init__(self, q, k, v, beta, log_decay, key_scale, query_scale, cu_seqlens, scale):
-        B, T, self.heads, _ = v.shape
-        self.real = _real(q.dtype)
-        self.segments = Segments.of(B, T, cu_seqlens, CHUNK)
-        self.C = C = self.segments.chunk
-        self.state_shape = (self.segments.rows, self.heads, k.shape[3], v.shape[3])
-        self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.segments.steps]
-        """As the segments' steps, over M."""
+    def __init__(self, span, q, k, v, beta, log_decay, key_scale, query_scale, scale):
+        self.span, self.heads, self.real, C = span, v.shape[2], _real(q.dtype), span.chunk
+        self.held = slice(span.offset * self.heads, (span.offset + span.chunks) * self.heads)
+        """Its chunks among all."""
         self.y = self._queries_and_keys(q, k, query_scale, key_scale, scale)
         """q̂ (times scale) above k̂ ``[M, 2C, K]``."""
         self.k = self.y[:, C:]
@@ -231,38 +241,31 @@ class _Chunks:
 
     def cut(self, x: Tensor) -> Tensor:
         """``[B, T, heads, …] -> [M, C, …]`` in the working precision; key heads are repeated for their value heads."""
-        return _per_value_head(self.segments.cut(x, self.real), 1, self.heads).flatten(0, 1)
+        return _per_value_head(self.span.cut(x, self.real), 1, self.heads).flatten(0, 1)
 
-    def cut_values(self, v: Tensor, value_scale: Tensor | None) -> Tensor:
-        v = self.cut(v)
-        return v if value_scale is None else v.mul_(self.cut(value_scale).unsqueeze(-1))
+    def join(self, x: Tensor, out: Tensor) -> None:
+        """``[M, C, …]`` into its tokens of ``out [B, T, Hv, …]``."""
+        self.span.join(x.unflatten(0, (-1, self.heads)), out=out)
 
-    def join(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``[M, C, …] -> [B, T, Hv, …]``."""
-        return self.segments.join(x.unflatten(0, (-1, self.heads)), dtype)
+    def rows_of(self, S: Tensor) -> Tensor:
+        """Its rows of a state ``[R, Hv, K, V]``, a view ``[rows · Hv, K, V]``."""
+        return S[self.span.top : self.span.top + self.span.rows].flatten(0, 1)
 
-    def by_step(self, *tensors: Tensor) -> Iterator[tuple]:
+    def steps(self, *tensors: Tensor) -> Iterator[tuple]:
         """For every step its slice of M, and that part of each of the tensors."""
-        sizes = [step.stop - step.start for step in self.steps]
-        return zip(self.steps, *(x.split(sizes) for x in tensors), strict=True)
-
-    def first_state(self, state: Tensor | None) -> Tensor:
-        """A fresh copy, or zeros, ``[R · Hv, K, V]`` in the order of the steps."""
-        S = self.y.new_zeros(self.state_shape) if state is None else self.segments.sort(state.to(self.real))
-        return S.flatten(0, 1)
-
-    def last_state(self, S: Tensor) -> Tensor:
-        return self.segments.unsort(S.unflatten(0, self.state_shape[:2]))
+        steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.span.steps]
+        sizes = [step.stop - step.start for step in steps]
+        return zip(steps, *(x.split(sizes) for x in tensors), strict=True)
 
     def products(self, decay: Tensor) -> Tensor:
         """The lower parts of Q̂K̂ᵀ and K̂K̂ᵀ times ``decay [M, C, C]``: ``[M, 2, C, C]``."""
-        return torch.bmm(self.y, self.k.mT).unflatten(1, (2, self.C)).mul_(decay.unsqueeze(1))
+        return torch.bmm(self.y, self.k.mT).unflatten(1, (2, -1)).mul_(decay.unsqueeze(1))
 
     def _queries_and_keys(self, q, k, query_scale, key_scale, scale):
-        (_, _, Hk, K), cut = k.shape, self.segments.cut
-        y = torch.empty((self.segments.chunks, Hk, self.heads // Hk, 2, self.C, K), dtype=self.real, device=k.device)
+        (_, _, Hk, K), C = k.shape, self.span.chunk
+        y = torch.empty((self.span.chunks, Hk, self.heads // Hk, 2, C, K), dtype=self.real, device=k.device)
         for half, x in enumerate((q, k)):
-            cut(x, out=y[:, :, 0, half])
+            self.span.cut(x, out=y[:, :, 0, half])
         y[:, :, 1:] = y[:, :, :1]
         y = y.flatten(0, 2)
         for half, factor in enumerate((query_scale, key_scale)):
@@ -296,7 +299,7 @@ def _unscale(dx: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tens
     if factor is None:
         return _per_own_head(dx, x.shape[2]).to(x.dtype), dx.new_empty(0)
     dfactor = torch.linalg.vecdot(dx, _per_value_head(x, 2, Hv).to(dx.dtype))
-    dx = dx * _per_value_head(factor, 2, Hv).unsqueeze(-1)
+    dx = dx.mul_(_per_value_head(factor, 2, Hv).unsqueeze(-1))
     return _per_own_head(dx, x.shape[2]).to(x.dtype), _per_own_head(dfactor, factor.shape[2]).to(factor.dtype)
 
 
@@ -306,10 +309,6 @@ def _per_value_head(x: Tensor, dim: int, heads: int) -> Tensor:
 
 def _per_own_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3)
-
-
-def _like(grad: Tensor, x: Tensor | None) -> Tensor:
-    return grad.new_empty(0) if x is None else grad.to(x.dtype)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
