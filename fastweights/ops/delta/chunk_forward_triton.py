@@ -137,8 +137,8 @@ def walk_kernel(
 ):  # fmt: skip
     """Go through one segment with BV columns of the memory.
 
-    With ``o``: read, and leave the memory after each row in ``final [R, H, K, V]``. With ``states``: keep the memory before each chunk
-    ``[chunks, H, K, V]`` and U ``[B, T, H, V]``. With neither (NK > 0): the segment's map (M, D) into ``final [segments, H, K, K + V]``.
+    With ``o``: read, and leave the memory after each row in ``final [R, H, K, V]``. With ``states``: keep Sᵀ before each chunk
+    ``[chunks, H, V, K]`` and Uᵀ ``[chunks, H, V, C]``. With neither (NK > 0): the segment's map (M, D) into ``final [segments, H, K, K + V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
     tile = tl.program_id(0) % (NV + NK)
@@ -178,17 +178,16 @@ def walk_kernel(
         now = S.to(DOT)
         X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]
         U = tl.dot(X.to(DOT), tl.trans(L), input_precision=PRECISION)
-        there = (token + past * H) * V + (i[None, :] * (H * V) + vv[:, None])
-        live = (i < length - n * C)[None, :] & of_values[:, None]
         if o is not None:
             queries = tl.load(q + past * q_token + (t[:, None] * q_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
             P = tl.load(scores + base * C * C + square)
             out = tl.dot(now, tl.trans(queries), input_precision=PRECISION) * tl.load(number + 3 * C)[None, :]
             out = tl.dot(U.to(DOT), tl.trans(P), out, input_precision=PRECISION)
-            tl.store(o + there, out.to(o.dtype.element_ty), mask=live)
+            there = o + (token + past * H) * V + (i[None, :] * (H * V) + vv[:, None])
+            tl.store(there, out.to(o.dtype.element_ty), mask=(i < length - n * C)[None, :] & of_values[:, None])
         if states is not None:
-            tl.store(states + base * K * V + place, now, mask=inside)
-            tl.store(update + there, U.to(DOT), mask=live)
+            tl.store(states + base * K * V + (vv[:, None] * K + kk[None, :]), now, mask=inside)
+            tl.store(update + base * V * C + (vv[:, None] * C + i[None, :]), U.to(DOT), mask=(vv < V)[:, None])
         write = (U * tl.load(number + 2 * C)[None, :]).to(DOT)
         S = tl.dot(write, keys, S * keep[None, :], input_precision=PRECISION)
 
@@ -303,7 +302,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, tiles: Tile
 
 
 def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles):
-    """``o``, the final state, and for the backward: L⁻¹, the rates, and where rows are split each segment's start and map (else empty)."""
+    """``o``, the final state, and for the backward: L⁻¹, P, the rates, and where rows are split each segment's start and map (else empty)."""
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
     way = plan(q, k, v, cu_seqlens, tiles)
     C, chunks = tiles.chunk, way.chunks.count
@@ -330,7 +329,7 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     final = rates.new_empty(rows, H, K, V)
     walk(q, k, v, inverse, scores, rates, cu_seqlens, way, start=starts if way.split else state, o=o, final=final)
-    return o, final, inverse, rates, starts, maps
+    return o, final, inverse, scores, rates, starts, maps
 
 
 def walk(q, k, v, inverse, scores, rates, cu_seqlens, way: Plan, *, start=None, o=None, final=None, states=None, update=None) -> None:

@@ -88,8 +88,8 @@ def delta_forward(
     cu_seqlens: Tensor | None,
     scale: float,
     tiles: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``o``, the final state; for the backward L⁻¹ of every chunk, its rates, and each segment's start and map (empty in one segment)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``o``, the final state; for the backward L⁻¹, P and rates of every chunk, and each segment's start and map (empty in one segment)."""
     if v.shape[1] == 0:
         o, final, *rest = delta_forward_shapes(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, tiles)
         return o, final.zero_() if state is None else final.copy_(state), *rest
@@ -104,15 +104,16 @@ def delta_forward_shapes(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     o, final = v.new_empty(B, T, H, V), v.new_empty(rows, H, K, V, dtype=torch.float32)
     if T == 0:
-        return o, final, *(final.new_empty(0) for _ in range(4))
+        return o, final, *(final.new_empty(0) for _ in range(5))
     chunks = piece_count(B, T, tiles.chunk, cu_seqlens)
     inverse = v.new_empty(chunks, H, tiles.chunk, tiles.chunk, dtype=operand(q.dtype, k.dtype, v.dtype)[0])
     rates = final.new_empty(chunks, H, RATES, tiles.chunk)
     size = segment_size(rows, T, H, V, tiles)
     if size > T:
-        return o, final, inverse, rates, final.new_empty(0), final.new_empty(0)
+        return o, final, inverse, torch.empty_like(inverse), rates, final.new_empty(0), final.new_empty(0)
     segments = piece_count(B, T, size, cu_seqlens)
-    return o, final, inverse, rates, final.new_empty(segments, H, K, V), final.new_empty(segments, H, K, K + V)
+    split = final.new_empty(segments, H, K, V), final.new_empty(segments, H, K, K + V)
+    return o, final, inverse, torch.empty_like(inverse), rates, *split
 
 
 @torch.library.custom_op("fastweights::delta_backward", mutates_args=())
@@ -132,6 +133,7 @@ def delta_backward(
     do: Tensor,
     dfinal: Tensor | None,
     inverse: Tensor,
+    scores: Tensor,
     rates: Tensor,
     starts: Tensor,
     maps: Tensor,
@@ -139,7 +141,7 @@ def delta_backward(
     """Gradients in the order of q, k, v, β, log_decay, the scales of keys, values and queries, state; empty where there is none."""
     if v.shape[1] == 0:
         *found, dstate = delta_backward_shapes(
-            q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, tiles, do, dfinal, inverse, rates, starts, maps
+            q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, tiles, do, dfinal, inverse, scores, rates, starts, maps
         )
         rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dstate = dstate.new_zeros(rows, *dstate.shape[1:])
@@ -147,13 +149,13 @@ def delta_backward(
     q, k, v = map(rows_side_by_side, (q, k, v))
     coefficients = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens)
     do, dfinal = _dense(do, dfinal)
-    found = chunk_backward_triton.backward(q, k, v, *coefficients, scale, Tiles(*tiles), do, dfinal, inverse, rates, starts, maps)
+    found = chunk_backward_triton.backward(q, k, v, *coefficients, scale, Tiles(*tiles), do, dfinal, inverse, scores, rates, starts, maps)
     return tuple(rates.new_empty(0) if x is None else x for x in found)
 
 
 @delta_backward.register_fake
 def delta_backward_shapes(
-    q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, tiles, do, dfinal, inverse, rates, starts, maps
+    q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, tiles, do, dfinal, inverse, scores, rates, starts, maps
 ):  # fmt: skip
     def like(x: Tensor | None) -> Tensor:
         return rates.new_empty(0) if x is None else x.new_empty(x.shape)

@@ -18,9 +18,9 @@ from torch import Tensor
 from fastweights.notation import Coefficients
 from fastweights.ops.tiles_triton import padded, rows_side_by_side
 
-COLUMNS: dict[bool, tuple[int, int]] = {True: (32, 4), False: (8, 2)}
+COLUMNS: dict[bool, tuple[int, int]] = {True: (32, 2), False: (16, 1)}
 """Columns and warps of a program; first where rows and heads fill the card by themselves, second where they do not."""
-FULL = 256
+FULL = 1024
 """Programs of 32 columns that fill the card."""
 
 
