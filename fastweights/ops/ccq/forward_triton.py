@@ -245,7 +245,7 @@ def read_kernel(
             y_columns = y
         else:
             x_columns = (load_keys(k, ks, start, end, k_stride, H, h, column, K, C, BV) - point_columns[None, :]).to(DOT)
-            y_columns = y_columns * carry + summed(x_columns, keep, C, DECAY, DOT, PRECISION)
+            y_columns = y_columns * carry + tl.sum(x_columns.to(tl.float32) * keep[:, None], 0)
         read += tl.dot(decayed(scores - rho[:, None], a, C, DECAY).to(DOT), x_columns, input_precision=PRECISION)
         factor = load_numbers(lam, start, end, H, h, 0.0, C) * part
         if block == 0:

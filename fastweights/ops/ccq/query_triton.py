@@ -28,7 +28,7 @@ TILES: dict[tuple[int, int], Tiles] = {
     (2, 16): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
     (2, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
     (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-    (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    (2, 128): Tiles(Tile(64, 128, 4, 2), Tile(64, 128, 8, 2)),
     (2, 256): Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)),
     **{(4, size): Tiles(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)) for size in (16, 32, 64, 128)},
     (4, 256): Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
@@ -39,11 +39,9 @@ SMALL = Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1))
 
 
 def why_not(q: Tensor, k: Tensor) -> str | None:
-    """What these kernels cannot take, or None."""
+    """Why the kernels cannot take these operands, or None if they can."""
     if q.shape[-1] > 256:
-        return f"K is at most 256 (got {q.shape[-1]})"
-    if not {q.dtype, k.dtype} <= {torch.float32, torch.float16, torch.bfloat16}:
-        return f"the kernels take float32, float16 and bfloat16 (got {q.dtype}, {k.dtype})"
+        return f"the CCQ kernels take K up to 256, and K is {q.shape[-1]}"
     return None
 
 

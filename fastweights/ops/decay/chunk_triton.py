@@ -10,20 +10,26 @@ from torch import Tensor
 from fastweights.notation import Coefficients
 from fastweights.ops.decay import chunk_backward_triton, chunk_forward_triton
 from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
-from fastweights.ops.tiles_triton import padded
+from fastweights.ops.tiles_triton import operand, padded
 
-TILES: dict[int, Tile] = {
-    16: Tile(64, 128, 4, 2),
-    32: Tile(64, 128, 4, 2),
-    64: Tile(64, 128, 4, 2),
-    128: Tile(64, 64, 4, 2),
-    256: Tile(64, 32, 4, 1),
+TILES: dict[tuple[int, int], Tile] = {
+    **{(2, size): Tile(64, 64, 4, 2) for size in (16, 32, 64, 128)},
+    (2, 256): Tile(64, 64, 4, 1),
+    **{(4, size): Tile(32, 64, 4, 1) for size in (16, 32, 64, 128)},
+    (4, 256): Tile(16, 64, 4, 1),
 }
-"""By padded K, for a decay per head. Replace an entry to try another shape."""
-CHANNEL_TILES: dict[int, Tile] = {size: Tile(16, 64, 4, 1) for size in TILES}
-"""The same for a decay per channel; its chunk has to stay 16."""
-SMALL_TILE = Tile(16, 32, 4, 1)
-"""Fits 99 KB of shared memory for every K, as consumer cards need."""
+"""By the bytes of an operand (float16 is read as four, see `operand`) and padded K, for a decay per head. Replace an entry to try another."""
+CHANNEL_TILE = Tile(16, 64, 4, 1)
+"""For a decay per channel; its chunk has to stay 16."""
+SMALL_TILE = Tile(16, 64, 4, 1)
+"""Fits 99 KB of shared memory for every K and operand, as consumer cards need."""
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients) -> str | None:
+    """Why the kernels cannot take these operands, or None if they can."""
+    if k.shape[3] > 256:
+        return f"the decay kernels take K up to 256, and K is {k.shape[3]}"
+    return None
 
 
 def chunk_decay_triton(
@@ -42,7 +48,8 @@ def chunk_decay_triton(
         None if x is None else x.float().contiguous() for x in (coef.log_decay, coef.key_scale, coef.value_scale, coef.query_scale)
     )
     if tile is None:
-        tile = (CHANNEL_TILES if g is not None and g.dim() == 4 else TILES)[padded(k.shape[3])]
+        per_channel = g is not None and g.dim() == 4
+        tile = CHANNEL_TILE if per_channel else TILES[operand(q.dtype, k.dtype, v.dtype)[0].itemsize, padded(k.shape[3])]
     state = None if state is None else state.float()
     o, final, _, _ = decay_forward(q, k, v, g, qs, ks, vs, state, cu_seqlens, scale, list(tile))
     return o, final
