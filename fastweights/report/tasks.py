@@ -54,7 +54,7 @@ def _verdict(results: Mapping[str, Any]) -> Html:
         facts = (f"{one['parameters']:,}", state, f"{one['learning_rate']:.2g}", f"{one['steps']:,.0f}")
         rows.append((one["label"], *(percent(measured) for measured in whole(one)), *facts))
     means = [sum(measured["accuracy"] for measured in whole(one)) for one in standings]
-    limits = {f"chance {100 * one['chance']:.2g} %, ceiling {100 * one['ceiling']:.2f} %" for one in first}
+    limits = {f"chance {100 * one['chance']:.3g} %, ceiling {100 * one['ceiling']:.2f} %" for one in first}
     trained = "; ".join(_task(task) for task in results["rows"][0]["train"])
     return section(
         f"Task {results['preset']}",

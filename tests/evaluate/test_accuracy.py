@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from fastweights.evaluate.accuracy import DRAWN_AT_ONCE, accuracy, batches, interval
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.tasks import MQAR, SNIAH, Count, Palindrome, Stack, generator
+from fastweights.tasks.text import ByteTokenizer
 
 TASK = MQAR(length=32, pairs=4, vocab_size=32)
 
@@ -173,3 +175,29 @@ def test_the_interval_covers_the_truth():
 def test_even_lengths_of_the_palindrome_are_one_token_shorter():
     rows = list(accuracy(lambda ids: ids, [Palindrome(length=16)], samples=3))
     assert rows[0]["asked"] == 3 * 7 and rows[0]["length"] == 16
+
+
+class Overheard(ByteTokenizer):
+    """Bytes, and a record of what was decoded."""
+
+    def __init__(self):
+        self.told = []
+
+    def decode(self, ids):
+        self.told.append(super().decode(ids))
+        return self.told[-1]
+
+
+def test_a_models_continuations_do_not_depend_on_the_batch_size():
+    torch.manual_seed(0)
+    size = dict(hidden_size=32, num_hidden_layers=1, num_heads=2, intermediate_size=32, tie_word_embeddings=False)
+    model, told = FastWeightsForCausalLM(FastWeightsConfig(mixer="kla+ccq", vocab_size=256, **size)), []
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.5)  # wild enough that what is said depends on what was read
+    for batch_tokens in (1, 8 * 600):
+        task = SNIAH(length=600, new_tokens=5, tokenizer=Overheard())
+        rows = list(accuracy(model, [task], samples=8, batch_tokens=batch_tokens))
+        told.append(task.tokenizer.told)
+        assert rows[0]["asked"] == 8
+    assert told[0] == told[1] and len(set(told[0])) > 1
