@@ -3,10 +3,10 @@
     w_t = a_t w_{t-1} + 1,   d_t = k_t − μ_{t-1},   μ_t = μ_{t-1} + d_t / w_t,
     C_t = a_t C_{t-1} + c_t d_t d_tᵀ,   c_t = a_t w_{t-1} / w_t,   Σ_t = C_t / w_t
 
-C is a ``decay`` memory with key d and value c·d, and C_t q_t its read. So are, before it, the sums behind μ and w: with one key channel
-that is always 1, the memory of the value (k_t − r, 1) is (w_t (μ_t − r), w_t). The reference r is a number close to the keys, the mean that
-the sequence starts from or else its first key: what is summed is of the size of the keys' spread, and no digits are lost when keys crowd.
-r changes no result, so it has no gradient. docs/chunkwise.md proves the recursion.
+C is a ``decay`` memory with key d and value c·d, and C_t q_t its read. So are, with one key channel that is always 1, both w (value 1)
+and μ − r: with gate c_t and value (k_t − r) / w_t, for any r. The r here is a number close to the keys, the mean that the sequence starts
+from or else its first key; then all that is added up is of the size of the keys' spread, and no digits are lost when keys crowd. r changes
+no result, so it has no gradient. docs/chunkwise.md proves the recursion.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastweights.notation import CCQState, Coefficients
 from fastweights.ops import dispatch
@@ -27,6 +28,9 @@ from fastweights.ops.checks import (
     check_same_device,
     check_shape,
 )
+
+NEVER = 1e-30
+"""Stands for the weight 0, so that its logarithm is finite."""
 
 
 def ccq_query(
@@ -80,7 +84,7 @@ def ccq_query(
     if T <= dispatch.FEW and mask is None and cu_seqlens is None:
         new, mean, weight = _by_token(k_, log_decay, state)
     else:
-        new, mean, weight = _by_sums(k_, log_decay, mask, state, cu_seqlens, backend)
+        new, mean, weight = _by_memories(k_, log_decay, mask, state, cu_seqlens, backend)
     coef = Coefficients(log_decay=log_decay, value_scale=new.share)
     read, C = dispatch.decay(q_, new.d, new.d, coef, state=state.covariance, cu_seqlens=cu_seqlens, backend=backend)
     return _clean(q_, read, lam, new.weight).to(q.dtype), CCQState((C + C.mT) / 2, mean, weight)
@@ -134,53 +138,66 @@ def _by_token(k: Tensor, log_decay: Tensor | None, state: CCQState) -> tuple[_To
     return _Tokens(*(torch.stack(parts, dim=1) for parts in zip(*tokens, strict=True))), mean, weight
 
 
-def _by_sums(
+def _by_memories(
     k: Tensor, log_decay: Tensor | None, mask: Tensor | None, state: CCQState, cu_seqlens: Tensor | None, backend: str
 ) -> tuple[_Tokens, Tensor, Tensor]:
-    """The same from the sums (w (μ − r), w) of the module's docstring."""
+    """The same for many tokens, w and μ − r as memories with one key channel that is always 1."""
+
+    def remember(values: Tensor, log_decay: Tensor | None, value_scale: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+        coef = Coefficients(log_decay=log_decay, value_scale=value_scale)
+        means, last = dispatch.decay(one, one, values, coef, state=state.unsqueeze(-2), cu_seqlens=cu_seqlens, backend=backend)
+        return means, last.squeeze(-2)
+
     rows = _Rows(k.shape[0], k.shape[1], cu_seqlens, k.device)
+    one = k.new_ones(()).expand(*k.shape[:3], 1)
+    weight, last_weight = remember(
+        one if mask is None else one.where(mask[..., None, None], 0), log_decay, None, state.weight.unsqueeze(-1)
+    )
+    weight = weight.squeeze(-1)
+    left = rows.previous(weight, state.weight).clamp(min=NEVER).log()  # log(a_t w_{t-1})
+    if log_decay is not None:
+        left = left + log_decay
+    fade = F.logsigmoid(left)
+    share, fresh = (
+        fade.exp(),
+        F.logsigmoid(-left).exp(),
+    )  # c_t and 1 / w_t, by way of their logarithms: 1 − σ would lose a gradient's digits
+    if mask is not None:
+        share, fresh, fade = (x.where(mask.unsqueeze(-1), 0) for x in (share, fresh, fade))
+
     started = (state.weight > 0).unsqueeze(-1)
     r = state.mean.where(started, k.flatten(0, 1)[rows.first(mask)]).detach()
+    start = (state.mean - r).where(started, 0)
     e = k - rows.spread(r)
-    one = k.new_ones(()).expand(*k.shape[:3], 1)
-    counted = one
     if mask is not None:
         e = e.where(mask[..., None, None], 0)
-        counted = one.where(mask[..., None, None], 0)
-    weight = state.weight.unsqueeze(-1)
-    first = torch.cat([weight * (state.mean - r), weight], dim=-1)
-    values = torch.cat([e, counted], dim=-1)
-    coef = Coefficients(log_decay=log_decay)
-    sums, last = dispatch.decay(one, one, values, coef, state=first.unsqueeze(-2), cu_seqlens=cu_seqlens, backend=backend)
-
-    before, weight = rows.previous(sums, first), sums[..., -1]
-    left = before[..., -1] if log_decay is None else log_decay.exp() * before[..., -1]
-    share = left / _or_one(weight)
-    if mask is not None:
-        share = share.where(mask.unsqueeze(-1), 0)
-    last_weight = last[..., 0, -1]
-    mean = (r + _mean(last.squeeze(-2))).where((last_weight > 0).unsqueeze(-1), state.mean)
-    return _Tokens(e - _mean(before), share, weight), mean, last_weight.clone()
+    mean, last_mean = remember(e, fade, fresh, start)
+    last_mean = (r + last_mean).where(last_weight > 0, state.mean)
+    return _Tokens(e - rows.previous(mean, start), share, weight), last_mean, last_weight.squeeze(-1)
 
 
 class _Rows:
-    """Which row of state each token belongs to, for tokens flattened to ``[B · T]``."""
+    """Which row of state each token belongs to."""
 
     def __init__(self, batch: int, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> None:
+        self.packed = cu_seqlens is not None
         bounds = torch.arange(batch + 1, device=device) * tokens if cu_seqlens is None else cu_seqlens.to(device, torch.int64)
-        self.count, self.shape = len(bounds) - 1, (batch, tokens)
+        self.count = len(bounds) - 1
         self.token = torch.arange(batch * tokens, device=device)
+        """The tokens, counted through the batch ``[B · T]``; so are the next two."""
         self.row = torch.repeat_interleave(torch.arange(self.count, device=device), bounds.diff(), output_size=batch * tokens)
         self.before = torch.where(self.token == bounds[self.row], self.row, self.count + self.token - 1)
         """Where the token before each one is, in a list of the rows' states and then all tokens."""
 
     def spread(self, x: Tensor) -> Tensor:
-        """``[R, …] -> [B, T, …]``."""
-        return x.index_select(0, self.row).unflatten(0, self.shape)
+        """``[R, …]`` to each of the row's tokens, ``[B, T, …]`` or ``[B, 1, …]``."""
+        return x.index_select(0, self.row).unsqueeze(0) if self.packed else x.unsqueeze(1)
 
     def previous(self, x: Tensor, state: Tensor) -> Tensor:
         """x ``[B, T, …]`` one token earlier; at a row's first token, its state ``[R, …]``."""
-        return torch.cat([state, x.flatten(0, 1)]).index_select(0, self.before).unflatten(0, self.shape)
+        if self.packed:
+            return torch.cat([state, x[0]]).index_select(0, self.before).unsqueeze(0)
+        return torch.cat([state.unsqueeze(1), x[:, :-1]], dim=1)
 
     def first(self, mask: Tensor | None) -> Tensor:
         """The first token that counts in each row ``[R]``; any token for a row that has none."""
@@ -203,16 +220,7 @@ def _inverse_norm(k: Tensor, eps: float) -> Tensor:
 
 
 def _clean(q: Tensor, read: Tensor, lam: Tensor, weight: Tensor) -> Tensor:
-    return q - (lam / _or_one(weight)).unsqueeze(-1) * read
-
-
-def _mean(sums: Tensor) -> Tensor:
-    """From ``[…, K + 1]``, sums and their weight, the mean ``[…, K]``; 0 where nothing was summed."""
-    return sums[..., :-1] / _or_one(sums[..., -1:])
-
-
-def _or_one(weight: Tensor) -> Tensor:
-    return weight.where(weight > 0, 1)
+    return torch.addcmul(q, read, (-lam / weight.where(weight > 0, 1)).unsqueeze(-1))
 
 
 def _real(q: Tensor, k: Tensor) -> torch.dtype:
