@@ -41,10 +41,15 @@ class Float32Module(nn.Module):
 
 
 class Float32Linear(Float32Module, nn.Linear):
-    """A projection to gates, ``[..., in] -> [..., out]`` in float32 (float64 for float64 input), outside autocast."""
+    """A projection to gates, ``[..., in] -> [..., out]`` in float32 (float64 for float64 input), outside autocast. Biases start at 0."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias, dtype=torch.float32)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)

@@ -106,8 +106,6 @@ class KLA(WriteRule):
     def reset_parameters(self) -> None:
         if self.norm_weight is not None:
             nn.init.constant_(self.norm_weight, math.log(math.e - 1))  # softplus⁻¹(1)
-        if self.eta_proj is not None:
-            nn.init.zeros_(self.eta_proj.bias)
 
     def forward(self, x, k, v, position) -> Coefficients:
         x = at_least_float32(x)  # once for both projections
