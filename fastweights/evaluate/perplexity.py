@@ -1,9 +1,9 @@
 """Bits per byte and perplexity by context length, in constant memory.
 
-The same tokens are scored at every context length: stretches of the longest length are taken from documents, at most one document a
-stretch, and for a context of L tokens each stretch is cut into windows of L, at the beginning of which the memory is empty. What changes
-from point to point is only how much the model could have read before. A window is fed in chunks through the model's cache, so that a
-window of a million tokens needs no more memory than a chunk.
+The same tokens are scored at every context length: stretches of the longest length are taken from documents, each from a single one, and
+for a context of L tokens each stretch is cut into windows of L, at the beginning of which the memory is empty. What changes from point
+to point is only how much the model could have read before. A window is fed in chunks through the model's cache, so that a window of a
+million tokens needs no more memory than a chunk.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def score_lengths(
     Args:
         documents: token ids of each; those shorter than the longest length and one more are left out.
         lengths: contexts in tokens; each must divide the longest.
-        tokens: how many tokens to score at each length, at most; every document gives its first stretch before one gives its second.
+        tokens: how many tokens to score at each length, at most, drawn by `choose_stretches`.
         bytes_per_token: of each document; None for byte-level tokens.
         tail: tokens at the end of each window that are also scored apart.
         chunk: tokens of a window that are fed at a time.
@@ -118,19 +118,19 @@ def score_lengths(
 
 
 def choose_stretches(document_lengths: Sequence[int], longest: int, tokens: int) -> list[Stretch]:
-    """The first stretch of every document that is long enough, then the second of each, until `tokens` are reached.
+    """Stretches of `longest` tokens from anywhere in the documents, each equally likely and none twice, until `tokens` are reached.
+
+    The same stretches every time: the draw has a fixed seed.
 
     Raises:
         ValueError: no document has `longest + 1` tokens.
     """
-    per_document = [(n - 1) // longest for n in document_lengths]
-    rounds = max(per_document, default=0)
-    if rounds < 1:
-        raise ValueError(
-            f"no document has {longest + 1} tokens; the longest of {len(document_lengths)} has {max(document_lengths, default=0)}"
-        )
-    order = (Stretch(d, turn * longest) for turn in range(rounds) for d, n in enumerate(per_document) if turn < n)
-    return list(itertools.islice(order, max(1, tokens // longest)))
+    whole = [Stretch(document, begin) for document, n in enumerate(document_lengths) for begin in range(0, n - longest, longest)]
+    if not whole:
+        most = max(document_lengths, default=0)
+        raise ValueError(f"no document has {longest + 1} tokens; the longest of {len(document_lengths)} has {most}")
+    order = np.random.default_rng(0).permutation(len(whole))
+    return [whole[i] for i in order[: max(1, tokens // longest)]]
 
 
 def stream_nats(model: PreTrainedModel, ids: Int[Tensor, "R L_plus_one"], *, chunk: int) -> Iterator[tuple[int, Float[Tensor, "R c"]]]:

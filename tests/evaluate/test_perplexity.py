@@ -125,11 +125,16 @@ def test_context_that_helps_is_seen():
     assert long.bits_per_byte.value < short.bits_per_byte.value
 
 
-def test_each_document_comes_once_before_one_comes_twice():
+def test_stretches_are_drawn_from_anywhere_the_same_each_time():
     lengths = [97, 30, 65, 64, 300]
-    assert choose_stretches(lengths, 32, 10**9)[:5] == [(0, 0), (2, 0), (3, 0), (4, 0), (0, 32)]
-    assert choose_stretches(lengths, 64, 128) == [(0, 0), (2, 0)]
-    assert choose_stretches(lengths, 64, 1) == [(0, 0)]
+    everything = choose_stretches(lengths, 32, 10**9)
+    assert sorted(everything) == [(0, 0), (0, 32), (0, 64), (2, 0), (2, 32), (3, 0), *((4, begin) for begin in range(0, 288, 32))]
+    assert choose_stretches(lengths, 32, 200) == everything[:6] and everything != sorted(everything)
+    assert len(choose_stretches(lengths, 64, 1)) == 1
+    begins = [begin / 10_000 for _, begin in choose_stretches([10_001] * 50, 10, 20_000)]
+    assert np.mean(begins) == pytest.approx(0.5, abs=0.03) and np.std(begins) == pytest.approx(
+        12**-0.5, abs=0.02
+    )  # not the beginnings alone
     with pytest.raises(ValueError, match="no document has 513 tokens; the longest of 5 has 300"):
         choose_stretches(lengths, 512, 512)
 
