@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fastweights.notation import CCQState
 from fastweights.ops.ccq import backward_triton, forward_triton
-from fastweights.ops.ccq.forward_triton import Moments
+from fastweights.ops.ccq.forward_triton import Keys, Moments
 from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
 from fastweights.ops.tiles_triton import operand, padded
 
 
 class Tiles(NamedTuple):
-    """Two kinds of kernels, two shapes. Chunks of both divide the segment that ``walk`` sets."""
+    """Two kinds of kernels, two shapes. The chunk of ``walk`` is a multiple of that of ``collect``."""
 
     walk: Tile
     """For the kernels that read while they walk through a segment."""
@@ -25,23 +25,21 @@ class Tiles(NamedTuple):
 
 
 TILES: dict[tuple[int, int], Tiles] = {
-    (2, 16): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-    (2, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-    (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-    (2, 128): Tiles(Tile(64, 128, 4, 2), Tile(64, 128, 8, 2)),
-    (2, 256): Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)),
+    **{(2, size): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)) for size in (16, 32, 64)},
+    (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
     **{(4, size): Tiles(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)) for size in (16, 32, 64, 128)},
-    (4, 256): Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
 }
 """By the bytes of an operand (float16 is read as four, see `operand`) and padded K. Replace an entry to try another shape."""
 SMALL = Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1))
 """Fits 99 KB of shared memory for every K and operand, as consumer cards need."""
 
 
-def why_not(q: Tensor, k: Tensor) -> str | None:
+def why_not(q: Tensor, k: Tensor, log_decay: Tensor | None = None) -> str | None:
     """Why the kernels cannot take these operands, or None if they can."""
-    if q.shape[-1] > 256:
-        return f"the CCQ kernels take K up to 256, and K is {q.shape[-1]}"
+    if q.shape[-1] > 128:
+        return f"the CCQ kernels take K up to 128, and K is {q.shape[-1]}"
+    if log_decay is not None:
+        return "the CCQ kernels count all keys alike, and log_decay is given"
     return None
 
 
@@ -50,7 +48,6 @@ def ccq_query_triton(
     k: Tensor,
     lam: Tensor,
     *,
-    log_decay: Tensor | None = None,
     key_scale: Tensor | None = None,
     state: CCQState | None = None,
     cu_seqlens: Tensor | None = None,
@@ -58,13 +55,13 @@ def ccq_query_triton(
 ) -> tuple[Tensor, CCQState]:
     """q' = q − (λ/w)·C q over the keys ``key_scale·k``: ``[B, T, Hk, K]`` in q's dtype, and the new state.
 
-    lam, log_decay and key_scale are ``[B, T, Hk]``; with ``cu_seqlens`` B = 1. C of a given state is taken to be symmetric.
+    lam and key_scale are ``[B, T, Hk]``; with ``cu_seqlens`` B = 1. C of a given state is taken to be symmetric, and so is its gradient.
     """
-    lam, log_decay, key_scale = (None if x is None else x.float().contiguous() for x in (lam, log_decay, key_scale))
+    lam, key_scale = (None if x is None else x.float().contiguous() for x in (lam, key_scale))
     moments = (None, None, None) if state is None else tuple(x.float().contiguous() for x in state)
     if tiles is None:
         tiles = TILES[operand(q.dtype, k.dtype)[0].itemsize, padded(k.shape[3])]
-    out, *rest = ccq_forward(q, k, lam, log_decay, key_scale, *moments, cu_seqlens, [*tiles.walk, *tiles.collect])
+    out, *rest = ccq_forward(q, k.to(q.dtype), lam, key_scale, *moments, cu_seqlens, [*tiles.walk, *tiles.collect])
     return out, CCQState(*rest[:3])
 
 
@@ -73,31 +70,30 @@ def ccq_forward(
     q: Tensor,
     k: Tensor,
     lam: Tensor,
-    g: Tensor | None,
     ks: Tensor | None,
     covariance: Tensor | None,
     mean: Tensor | None,
     weight: Tensor | None,
     cu_seqlens: Tensor | None,
     tiles: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q', the final C, μ, w; for the backward: C, μ, w before each segment, each segment's total log decay, and ρ."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q', the final C, μ, w; for the backward: C, μ, w before each segment, ρ, and the `Keys`."""
     state = None if covariance is None else (covariance, mean, weight)
     if k.shape[1] == 0:
-        shapes = ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tiles)
+        shapes = ccq_forward_shapes(q, k, lam, ks, covariance, mean, weight, cu_seqlens, tiles)
         for i in range(3):
             shapes[1 + i].zero_() if state is None else shapes[1 + i].copy_(state[i])
         return shapes
     walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
     cut = _cut(k, cu_seqlens, walk)
     q, k = tokens_first(q), tokens_first(k)
-    before, final, total = forward_triton.moments(k, g, ks, state, k.shape[1], cut, collect)
-    out, rho, _, _ = forward_triton.read(q, k, lam, g, ks, before, k.shape[1], cut, walk)
-    return out, *final, *before, total, rho
+    keys, before, final = forward_triton.moments(k, ks, state, k.shape[1], cut, collect)
+    out, rho, _, _ = forward_triton.read(q, lam, keys, before, k.shape[1], cut, walk)
+    return out, *final, *before, rho, *keys
 
 
 @ccq_forward.register_fake
-def ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, tiles):
+def ccq_forward_shapes(q, k, lam, ks, covariance, mean, weight, cu_seqlens, tiles):
     B, T, H, K = k.shape
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = segment_length(B * T, H, Tile(*tiles[:5]))
@@ -106,7 +102,12 @@ def ccq_forward_shapes(q, k, lam, g, ks, covariance, mean, weight, cu_seqlens, t
     def moments(n):
         return [lam.new_empty(n, H, *shape) for shape in ((K, K), (K,), ())]
 
-    return q.new_empty(q.shape), *moments(rows), *moments(count), lam.new_empty(count, H), lam.new_empty(B, T, H)
+    keys = (
+        k.new_empty(B, T, H, K, dtype=operand(k.dtype)[0]),
+        lam.new_empty(count, length // Tile(*tiles[5:]).chunk, H, K),
+        lam.new_empty(count, H, K),
+    )
+    return q.new_empty(B, T, H, K), *moments(rows), *moments(count), lam.new_empty(B, T, H), *keys
 
 
 def _cut(k: Tensor, cu_seqlens: Tensor | None, tile: Tile):
@@ -119,7 +120,6 @@ def ccq_backward(
     q: Tensor,
     k: Tensor,
     lam: Tensor,
-    g: Tensor | None,
     ks: Tensor | None,
     cu_seqlens: Tensor | None,
     tiles: Sequence[int],
@@ -127,49 +127,47 @@ def ccq_backward(
     dcovariance: Tensor | None,
     dmean: Tensor | None,
     dweight: Tensor | None,
-    before: Sequence[Tensor],
     final: Sequence[Tensor],
-    total: Tensor,
+    before: Sequence[Tensor],
     rho: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, lam, g, ks (empty if not given), and N, r, ρ before the first token (see backward_triton)."""
-    shapes = ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, before, final, total, rho)
+    keys: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, lam, ks (empty if not given), and N, r, κ before the first token (see backward_triton)."""
+    shapes = ccq_backward_shapes(q, k, lam, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, final, before, rho, keys)
     if k.shape[1] == 0:
-        shapes[5].zero_() if dcovariance is None else shapes[5].copy_(dcovariance)
-        shapes[6].zero_() if dmean is None else shapes[6].copy_(-dmean / final[2].clamp(min=1e-30).unsqueeze(-1))
-        shapes[7].zero_() if dweight is None else shapes[7].copy_(dweight)
+        shapes[4].zero_() if dcovariance is None else shapes[4].copy_(dcovariance)
+        shapes[5].zero_() if dmean is None else shapes[5].copy_(-dmean / final[2].clamp(min=1e-30).unsqueeze(-1))
+        shapes[6].zero_() if dweight is None else shapes[6].copy_(dweight)
         return shapes
     walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
     cut = _cut(k, cu_seqlens, walk)
     q, k = tokens_first(q), tokens_first(k)
     dstate = tuple(None if x is None else x.contiguous() for x in (dcovariance, dmean, dweight))
-    dq, dk, dlam, dg, dks, first = backward_triton.backward(
-        q, k, lam, g, ks, grad.contiguous(), rho, dstate, Moments(*before), Moments(*final), total, k.shape[1], cut, walk, collect
+    dq, dk, dlam, dks, first = backward_triton.backward(
+        q, k, lam, ks, grad.contiguous(), rho, dstate, Keys(*keys), Moments(*before), Moments(*final), k.shape[1], cut, walk, collect
     )
-    return dq, dk, dlam, shapes[3] if dg is None else dg, shapes[4] if dks is None else dks, *first
+    return dq, dk, dlam, shapes[3] if dks is None else dks, *first
 
 
 @ccq_backward.register_fake
-def ccq_backward_shapes(q, k, lam, g, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, before, final, total, rho):
-    def like(x: Tensor | None) -> Tensor:
-        return total.new_empty(0) if x is None else x.new_empty(x.shape)
-
-    return like(q), like(k), like(lam), like(g), like(ks), *(x.new_empty(x.shape) for x in final)
+def ccq_backward_shapes(q, k, lam, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, final, before, rho, keys):
+    dks = lam.new_empty(0) if ks is None else ks.new_empty(ks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), lam.new_empty(lam.shape), dks, *(x.new_empty(x.shape) for x in final)
 
 
 def _setup(ctx, inputs, output):
-    q, k, lam, g, ks, *state, cu_seqlens, ctx.tiles = inputs
+    q, k, lam, ks, _, mean, weight, cu_seqlens, ctx.tiles = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, lam, g, ks, cu_seqlens, *output[1:], *state[1:])
+    ctx.save_for_backward(q, k, lam, ks, cu_seqlens, mean, weight, *output[1:])
 
 
 def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
-    q, k, lam, g, ks, cu_seqlens, *rest = ctx.saved_tensors
-    final, before, (total, rho, mean, weight) = rest[:3], rest[3:6], rest[6:]
+    q, k, lam, ks, cu_seqlens, mean, weight, *rest = ctx.saved_tensors
+    final, before, rho, keys = rest[:3], rest[3:6], rest[6], rest[7:]
     if grad is None:
         grad = torch.zeros_like(q)
-    dq, dk, dlam, dg, dks, N, r, rho_0 = ccq_backward(
-        q, k, lam, g, ks, cu_seqlens, ctx.tiles, grad, dcovariance, dmean, dweight, before, final, total, rho
+    dq, dk, dlam, dks, N, r, kappa = ccq_backward(
+        q, k, lam, ks, cu_seqlens, ctx.tiles, grad, dcovariance, dmean, dweight, final, before, rho, keys
     )
     dstate = (None, None, None)
     if mean is not None:  # the state is a key of weight w at μ, with a spread C of its own
@@ -178,8 +176,8 @@ def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
         dmu = weight.unsqueeze(-1) * (pull - r)
         if dmean is not None:  # a row that stays empty hands its mean on
             dmu = torch.where(final[2].unsqueeze(-1) > 0, dmu, dmean)
-        dstate = (N, dmu, (x * (0.5 * pull - r)).sum(-1) + rho_0)
-    return dq, dk, dlam, None if g is None else dg, None if ks is None else dks, *dstate, None, None
+        dstate = (N, dmu, (x * (0.5 * pull - r)).sum(-1) + kappa)
+    return dq, dk, dlam, None if ks is None else dks, *dstate, None, None
 
 
 ccq_forward.register_autograd(_backward, setup_context=_setup)
