@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -99,9 +100,6 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines[:-1] if line.strip()]
-    if lines[-1].strip():
-        try:
-            rows.append(json.loads(lines[-1]))
-        except json.JSONDecodeError:
-            pass
+    with contextlib.suppress(json.JSONDecodeError):
+        rows += [json.loads(line) for line in lines[-1:] if line.strip()]
     return rows
