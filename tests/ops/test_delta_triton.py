@@ -25,8 +25,9 @@ from tests.ops.grid import DELTA, Case, check, compare, make, run, sample
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
 
-SHAPES = (Tiles(16, 16, 1, 1, 16, 16, 1, 1), Tiles(32, 32, 1, 1, 64, 16, 1, 1), Tiles(64, 64, 1, 1, 32, 64, 1, 1))
-SPLIT = Tiles(16, 16, 1, 1, 16, 16, 1, 1, segment=32)
+SHAPES = (Tiles(16, 16, 1, 1, 1, 16, 16, 1, 1), Tiles(32, 32, 1, 1, 1, 64, 16, 1, 1), Tiles(64, 64, 1, 1, 1, 32, 64, 1, 1))
+SPLIT = SHAPES[0]._replace(segment=32)
+KEPT = SHAPES[0]._replace(segment=-48)
 SMALL = {
     **DELTA,
     "T": (65, 0, 1, 17, 100),
@@ -38,7 +39,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("tiles", [*SHAPES, SPLIT], ids=["C16", "C32", "C64", "split"])
+@pytest.mark.parametrize("tiles", [*SHAPES, SPLIT, KEPT], ids=["C16", "C32", "C64", "split", "kept"])
 @pytest.mark.parametrize("case", sample(SMALL, quick=12))
 def test_chunk_is_the_reference(case, tiles):
     check(partial(chunk_delta_triton, tiles=tiles), reference_delta, make(case))
@@ -71,7 +72,7 @@ def test_identical_keys_at_eta_near_two(tiles, precision):
     check(partial(chunk_delta_triton, tiles=tiles), chunk_delta, x, precision=precision)
 
 
-@pytest.mark.parametrize("tiles", [SHAPES[0], SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("tiles", [SHAPES[0], SPLIT, KEPT], ids=["whole", "split", "kept"])
 def test_documents_do_not_touch_each_other(tiles):
     x = make(Case(T=100, K=16, V=16, heads=(1, 2), rows="packed"))
     other = type(x)(**{**vars(x), "k": x.k.clone()})
@@ -101,15 +102,16 @@ def test_pieces_number_every_token_once(lengths, size):
 
 
 def test_long_rows_of_few_heads_are_split():
-    tiles = Tiles(64, 64, 4, 2, 128, 64, 8, 2)
-    assert segment_size(1, 131_072, 4, 128, tiles) == 8192  # 16 segments × 4 heads × 2 tiles
-    assert segment_size(8, 8192, 8, 128, tiles) > 8192
-    assert segment_size(1, 512, 4, 128, tiles) > 512
+    tiles = Tiles(64, 64, 4, 2, 3, 128, 64, 8, 3)
+    assert segment_size(1, 131_072, 4, 128, tiles) == (4096, True)  # 32 segments × 4 heads × 2 tiles
+    assert segment_size(8, 8192, 8, 128, tiles) == (4096, False)  # the backward's repeat alone
+    assert segment_size(64, 8192, 8, 128, tiles) == (8256, False)
+    assert segment_size(1, 512, 4, 128, tiles) == (576, False)
 
 
 def test_fake_shapes_are_the_real_ones():
     x = make(Case(T=100, K=20, V=24, heads=(1, 2), rows="packed", dtype=torch.float16))
-    for tiles in (SHAPES[0], SPLIT):
+    for tiles in (SHAPES[0], SPLIT, KEPT):
         args = (x.q, x.k, x.v, *x.coef, x.state, x.cu_seqlens, 0.5, list(tiles))
         leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         torch.library.opcheck(delta_forward, leaves, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))

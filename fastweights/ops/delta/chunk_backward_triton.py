@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, join, numbers, plan, walk
-from fastweights.ops.tiles_triton import first_piece, locate, padded
+from fastweights.ops.tiles_triton import Pieces, first_piece, locate, padded
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def reverse_kernel(
 ):  # fmt: skip
     """Go back through one segment with BV columns of dS.
 
-    With ``dstates``: keep dSᵀ after each chunk ``[chunks, H, V, K]`` and dRᵀ ``[chunks, H, V, C]``, and leave dS of the row's first memory
-    in ``dstart [R, H, K, V]``. Without: only what the segment itself adds, into ``dstart [segments, H, K, V]``.
+    With ``dstates``: keep the gradient of the memory after each chunk ``[chunks, H, K, V]`` and dR ``[B, T, H, V]``, and leave that of the
+    row's first memory in ``dstart [R, H, K, V]``. Without: only what the segment itself adds, into ``dstart [segments, H, K, V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
     tile = tl.program_id(0) % NV
@@ -75,8 +75,9 @@ def reverse_kernel(
         dU = tl.dot(dout, P, dU, input_precision=PRECISION)
         dR = tl.dot(dU.to(DOT), L, input_precision=PRECISION)
         if dstates is not None:
-            tl.store(dstates + base * K * V + (vv[:, None] * K + kk[None, :]), now, mask=inside)
-            tl.store(dr + base * V * C + (vv[:, None] * C + i[None, :]), dR.to(DOT), mask=(vv < V)[:, None])
+            tl.store(dstates + base * K * V + place, now, mask=inside)
+            live = (i < length - n * C)[None, :] & (vv < V)[:, None]
+            tl.store(dr + there + (i[None, :] * (H * V) + vv[:, None]), dR.to(DOT), mask=live)
         read = (dout.to(tl.float32) * tl.load(number + 3 * C)[None, :]).to(DOT)
         dS = tl.dot(read, queries, dS * keep[None, :], input_precision=PRECISION)
         dS = tl.dot((dR * -tl.load(number + C)[None, :]).to(DOT), keys, dS, input_precision=PRECISION)
@@ -133,31 +134,29 @@ def gradient_kernel(
     from_read = tl.zeros([C, BK], tl.float32)  # do Sᵀ
     from_error = tl.zeros([C, BK], tl.float32)  # dR Sᵀ
     from_write = tl.zeros([C, BK], tl.float32)  # U dS'ᵀ
-    passed = tl.zeros([BK], tl.float32)  # ⟨S, dS'⟩, key by key
+    passed = tl.zeros([BK], tl.float32)  # ⟨S, dS'⟩, row by row
     read_value = tl.zeros([C], tl.float32)  # dR·v
     for start in tl.range(0, V, BV, num_stages=STAGES):
         vv = start + tl.arange(0, BV)
         there = (number * H + h)[:, None] * V + vv[None, :]
         valued = live[:, None] & (vv < V)[None, :]
-        memory = base * K * V + (vv[:, None] * K + kk[None, :])
-        inside = (vv < V)[:, None] & (kk < K)[None, :]
+        memory = base * K * V + kk[:, None] * V + vv[None, :]
+        inside = (kk < K)[:, None] & (vv < V)[None, :]
         S = tl.load(states + memory, mask=inside, other=0.0)
         dS = tl.load(dstates + memory, mask=inside, other=0.0)
-        columns = base * V * C + (vv[:, None] * C + i[None, :])
-        U = tl.load(update + columns, mask=(vv < V)[:, None], other=0.0)
-        dR = tl.load(dr + columns, mask=(vv < V)[:, None], other=0.0)
+        U = tl.load(update + there, mask=valued, other=0.0)
+        dR = tl.load(dr + there, mask=valued, other=0.0)
         dout = tl.load(do + there, mask=valued, other=0.0).to(DOT)
-        E = tl.dot(dout, U, E, input_precision=PRECISION)
-        F = tl.dot(tl.trans(dR), U, F, input_precision=PRECISION)
-        from_read = tl.dot(dout, S, from_read, input_precision=PRECISION)
-        from_error = tl.dot(tl.trans(dR), S, from_error, input_precision=PRECISION)
-        from_write = tl.dot(tl.trans(U), dS, from_write, input_precision=PRECISION)
-        passed += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+        E = tl.dot(dout, tl.trans(U), E, input_precision=PRECISION)
+        F = tl.dot(dR, tl.trans(U), F, input_precision=PRECISION)
+        from_read = tl.dot(dout, tl.trans(S), from_read, input_precision=PRECISION)
+        from_error = tl.dot(dR, tl.trans(S), from_error, input_precision=PRECISION)
+        from_write = tl.dot(U, tl.trans(dS), from_write, input_precision=PRECISION)
+        passed += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         if tile == 0:
             values = tl.load(v + batch * v_batch + h * v_head + t[:, None] * v_token + vv[None, :], mask=valued, other=0.0)
-            error = tl.trans(dR).to(tl.float32)
-            read_value += tl.sum(error * values.to(tl.float32), 1)
-            tl.store(dv + there, (error * bv[:, None]).to(dv.dtype.element_ty), mask=valued)
+            read_value += tl.sum(dR.to(tl.float32) * values.to(tl.float32), 1)
+            tl.store(dv + there, (dR.to(tl.float32) * bv[:, None]).to(dv.dtype.element_ty), mask=valued)
 
     keys = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
     queries = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
@@ -173,15 +172,15 @@ def gradient_kernel(
     total += tl.exp(all_coarse + all_fine) * tl.sum(passed, 0)
     from_write = tl.dot(tl.trans((E * qscale[:, None]).to(DOT)), queries, from_write, input_precision=PRECISION)
     from_write = tl.dot(tl.trans((F * (b * kscale)[:, None]).to(DOT)), keys, from_write, input_precision=PRECISION)
-    from_error = in_chunk - from_error * left[:, None]  # before β
+    error = in_chunk - from_error * left[:, None]  # as the key of an error, before β
 
     dquery = tl.sum(from_read * y, 1)
-    derror = tl.sum(from_error * x, 1)
+    derror = tl.sum(error * x, 1)
     dwrite = tl.sum(from_write * x, 1)
     v_scale = numbers(vs, number, vs_heads, h, H, live, 1.0)
     place = (number * H + h)[:, None] * K + kk[None, :]
     tl.store(dq + place, (from_read * qscale[:, None]).to(dq.dtype.element_ty), mask=keyed)
-    tl.store(dk + place, ((from_error * b[:, None] + from_write) * kscale[:, None]).to(dk.dtype.element_ty), mask=keyed)
+    tl.store(dk + place, ((error * b[:, None] + from_write) * kscale[:, None]).to(dk.dtype.element_ty), mask=keyed)
     add_up(dqs, dquery * scale, tile, tokens, number, H, h, live)
     add_up(dks, derror * b + dwrite, tile, tokens, number, H, h, live)
     add_up(dvs, b * read_value, tile, tokens, number, H, h, live)
@@ -197,17 +196,19 @@ def backward(
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
     way = plan(q, k, v, cu_seqlens, tiles)
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = torch.empty(way.chunks.count, H, V, K, dtype=way.dot, device=k.device)
-    update = torch.empty(way.chunks.count, H, V, tiles.chunk, dtype=way.dot, device=k.device)
-    walk(q, k, v, inverse, None, rates, cu_seqlens, way, start=starts if way.split else state, states=states, update=update)
+    states = torch.empty(way.chunks.count, H, K, V, dtype=way.dot, device=k.device)
+    update = torch.empty(B, T, H, V, dtype=way.dot, device=k.device)
+    start, pieces = (starts, way.segments) if starts.numel() else (state, way.whole)
+    walk(q, k, v, inverse, None, rates, cu_seqlens, way, pieces, start=start, states=states, update=update)
 
     dstate = rates.new_empty(rows, H, K, V)
     if way.split:
         own = rates.new_empty(way.segments.count, H, K, V)
-        reverse(q, k, do, inverse, scores, rates, cu_seqlens, way, dstart=own)
+        reverse(q, k, do, inverse, scores, rates, cu_seqlens, way, way.segments, dstart=own)
         dfinal = join(maps, dfinal, cu_seqlens, way, T, rows, V, starts=own)
     dstates, dr = torch.empty_like(states), torch.empty_like(update)
-    reverse(q, k, do, inverse, scores, rates, cu_seqlens, way, start=dfinal, dstart=dstate, dstates=dstates, dr=dr)
+    pieces = way.segments if way.split else way.whole
+    reverse(q, k, do, inverse, scores, rates, cu_seqlens, way, pieces, start=dfinal, dstart=dstate, dstates=dstates, dr=dr)
 
     BK, BV = min(padded(K), tiles.gradient_keys), min(padded(V), tiles.gradient_columns)
     NK = triton.cdiv(K, BK)
@@ -234,12 +235,14 @@ def backward(
     return dq, dk, dv, of_heads(dbeta, beta), of_heads(dg, log_decay), of_heads(dks, ks), of_heads(dvs, vs), of_heads(dqs, qs), dstate
 
 
-def reverse(q, k, do, inverse, scores, rates, cu_seqlens, way: Plan, *, start=None, dstart=None, dstates=None, dr=None) -> None:
+def reverse(
+    q, k, do, inverse, scores, rates, cu_seqlens, way: Plan, pieces: Pieces, *, start=None, dstart=None, dstates=None, dr=None
+) -> None:
     (_, T, Hk, K), (H, V) = k.shape, do.shape[2:]
     BV = min(padded(V), way.tiles.columns)
     NV = triton.cdiv(V, BV)
-    reverse_kernel[(way.segments.count * H * NV,)](
-        q, k, do, inverse, scores, rates, start, dstart, dstates, dr, way.segments.owner, cu_seqlens, T, way.segments.size, H, H // Hk, K, V,
+    reverse_kernel[(pieces.count * H * NV,)](
+        q, k, do, inverse, scores, rates, start, dstart, dstates, dr, pieces.owner, cu_seqlens, T, pieces.size, H, H // Hk, K, V,
         *q.stride()[:3], *k.stride()[:3], C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, RATES=RATES,
-        PRECISION=way.precision, STAGES=way.tiles.stages, num_warps=way.tiles.warps,
+        PRECISION=way.precision, STAGES=way.tiles.reverse_stages, num_warps=way.tiles.warps,
     )  # fmt: skip

@@ -130,15 +130,16 @@ def prepare_kernel(
 
 @triton.jit
 def walk_kernel(
-    q, k, v, inverse, scores, rates, start, o, final, states, update, owner, bounds, T, SEGMENT, H, G, K, V,
+    q, k, v, inverse, scores, rates, start, o, final, states, update, kept, owner, bounds, T, SEGMENT, KEEP, H, G, K, V,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, NK: tl.constexpr, RATES: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Go through one segment with BV columns of the memory.
 
-    With ``o``: read, and leave the memory after each row in ``final [R, H, K, V]``. With ``states``: keep Sᵀ before each chunk
-    ``[chunks, H, V, K]`` and Uᵀ ``[chunks, H, V, C]``. With neither (NK > 0): the segment's map (M, D) into ``final [segments, H, K, K + V]``.
+    With ``o``: read, and leave the memory after each row in ``final [R, H, K, V]``, that before every KEEP tokens in ``kept``, if given.
+    With ``states``: keep the memory before each chunk ``[chunks, H, K, V]`` and U ``[B, T, H, V]``. With neither (NK > 0): the segment's
+    map (M, D) into ``final [segments, H, K, K + V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
     tile = tl.program_id(0) % (NV + NK)
@@ -166,6 +167,7 @@ def walk_kernel(
     token = (batch * T + first) * H + h
     length = (last - first).to(tl.int32)
     square = i[:, None] * C + i[None, :]
+    first_kept = first_piece(row, bounds, T, KEEP)
     for n in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         base = (chunk + n) * H + h
         past = first * 0 + n * C  # int64
@@ -176,6 +178,9 @@ def walk_kernel(
         L = tl.load(inverse + base * C * C + square)
         keep = tl.load(rates + base * RATES * C + 9 * C + tl.zeros([BK], tl.int32))
         now = S.to(DOT)
+        if kept is not None:  # noqa: SIM102: this is known to the compiler, what follows is not
+            if n * C % KEEP == 0:
+                tl.store(kept + ((first_kept + n * C // KEEP) * H + h) * K * V + place, S, mask=inside)
         X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]
         U = tl.dot(X.to(DOT), tl.trans(L), input_precision=PRECISION)
         if o is not None:
@@ -186,8 +191,9 @@ def walk_kernel(
             there = o + (token + past * H) * V + (i[None, :] * (H * V) + vv[:, None])
             tl.store(there, out.to(o.dtype.element_ty), mask=(i < length - n * C)[None, :] & of_values[:, None])
         if states is not None:
-            tl.store(states + base * K * V + (vv[:, None] * K + kk[None, :]), now, mask=inside)
-            tl.store(update + base * V * C + (vv[:, None] * C + i[None, :]), U.to(DOT), mask=(vv < V)[:, None])
+            tl.store(states + base * K * V + place, now, mask=inside)
+            there = update + (token + past * H) * V + (i[None, :] * (H * V) + vv[:, None])
+            tl.store(there, U.to(DOT), mask=(i < length - n * C)[None, :] & of_values[:, None])
         write = (U * tl.load(number + 2 * C)[None, :]).to(DOT)
         S = tl.dot(write, keys, S * keep[None, :], input_precision=PRECISION)
 
@@ -259,6 +265,8 @@ class Tiles(NamedTuple):
     """Warps of a walk."""
     stages: int
     """Chunks whose loads a walk has in flight."""
+    reverse_stages: int
+    """The same for the backward's walk."""
     gradient_keys: int
     """Columns of q and k in one program of the gradient kernel, at most."""
     gradient_columns: int
@@ -266,21 +274,24 @@ class Tiles(NamedTuple):
     gradient_warps: int
     gradient_stages: int
     segment: int = 0
-    """Tokens of a segment, a multiple of C; 0 picks it from the size of the call."""
+    """Tokens of a segment, a multiple of C; negative if only the backward's repeat of the walk may use them; 0 picks by the call's size."""
 
 
 PROGRAMS = 256
 """Walks a call is split into where its rows and heads are fewer: about two for each multiprocessor of an H200."""
+PARTS = 4
+"""Fewest segments of a row that run at once. The maps cost twice the walk, so fewer do not pay; the backward's repeat needs no maps."""
 
 
-def segment_size(rows: int, tokens: int, heads: int, values: int, tiles: Tiles) -> int:
-    """Tokens of a segment; more than ``tokens`` where rows are not split."""
+def segment_size(rows: int, tokens: int, heads: int, values: int, tiles: Tiles) -> tuple[int, bool]:
+    """Tokens of a segment (more than ``tokens`` where one is a row), and whether the forward and the gradient run them all at once."""
     whole = -(-(tokens + 1) // tiles.chunk) * tiles.chunk
     if tiles.segment:
-        return min(tiles.segment, whole)
+        size = min(abs(tiles.segment), whole)
+        return size, size <= tokens and tiles.segment > 0
     walks = rows * heads * -(-values // min(padded(values), tiles.columns))
     parts = min(PROGRAMS // max(walks, 1), tokens // (8 * tiles.chunk))
-    return whole if parts < 2 else -(-tokens // (parts * tiles.chunk)) * tiles.chunk
+    return (whole, False) if parts < 2 else (-(-tokens // (parts * tiles.chunk)) * tiles.chunk, parts >= PARTS)
 
 
 class Plan(NamedTuple):
@@ -288,6 +299,8 @@ class Plan(NamedTuple):
 
     chunks: Pieces
     segments: Pieces
+    whole: Pieces
+    """One piece a row."""
     split: bool
     tiles: Tiles
     dot: torch.dtype
@@ -297,12 +310,13 @@ class Plan(NamedTuple):
 def plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, tiles: Tiles) -> Plan:
     B, T, H, V = v.shape
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    size = segment_size(rows, B * T if cu_seqlens is not None else T, H, V, tiles)
-    return Plan(cut(B, T, tiles.chunk, cu_seqlens), cut(B, T, size, cu_seqlens), size <= T, tiles, *operand(q.dtype, k.dtype, v.dtype))
+    size, split = segment_size(rows, T, H, V, tiles)
+    chunks, segments, whole = (cut(B, T, s, cu_seqlens) for s in (tiles.chunk, size, T + 1))
+    return Plan(chunks, segments, whole, split, tiles, *operand(q.dtype, k.dtype, v.dtype))
 
 
 def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles):
-    """``o``, the final state, and for the backward: L⁻¹, P, the rates, and where rows are split each segment's start and map (else empty)."""
+    """``o``, the final state; for the backward L⁻¹, P, the rates, and where rows have segments their starts and maps (else empty)."""
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
     way = plan(q, k, v, cu_seqlens, tiles)
     C, chunks = tiles.chunk, way.chunks.count
@@ -322,24 +336,46 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
         maxnreg=128 if way.dot == torch.bfloat16 else None,  # four programs on a multiprocessor instead of three
     )  # fmt: skip
     starts, maps = rates.new_empty(0), rates.new_empty(0)
-    if way.split:
-        maps = rates.new_empty(way.segments.count, H, K, K + V)
-        walk(q, k, v, inverse, None, rates, cu_seqlens, way, final=maps)
-        starts = join(maps, state, cu_seqlens, way, T, rows, V)
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     final = rates.new_empty(rows, H, K, V)
-    walk(q, k, v, inverse, scores, rates, cu_seqlens, way, start=starts if way.split else state, o=o, final=final)
+    if way.split:
+        maps = rates.new_empty(way.segments.count, H, K, K + V)
+        walk(q, k, v, inverse, None, rates, cu_seqlens, way, way.segments, final=maps)
+        starts = join(maps, state, cu_seqlens, way, T, rows, V)
+        walk(q, k, v, inverse, scores, rates, cu_seqlens, way, way.segments, start=starts, o=o, final=final)
+    else:
+        if way.segments.size <= T:
+            starts = rates.new_empty(way.segments.count, H, K, V)
+        kept = starts if starts.numel() else None
+        walk(q, k, v, inverse, scores, rates, cu_seqlens, way, way.whole, start=state, o=o, final=final, kept=kept)
     return o, final, inverse, scores, rates, starts, maps
 
 
-def walk(q, k, v, inverse, scores, rates, cu_seqlens, way: Plan, *, start=None, o=None, final=None, states=None, update=None) -> None:
+def walk(
+    q,
+    k,
+    v,
+    inverse,
+    scores,
+    rates,
+    cu_seqlens,
+    way: Plan,
+    pieces: Pieces,
+    *,
+    start=None,
+    o=None,
+    final=None,
+    states=None,
+    update=None,
+    kept=None,
+):
     (_, T, Hk, K), (H, V) = k.shape, v.shape[2:]
     BV = min(padded(V), way.tiles.columns)
     NV = triton.cdiv(V, BV)
     NK = triton.cdiv(K, BV) if o is None and states is None else 0
-    walk_kernel[(way.segments.count * H * (NV + NK),)](
-        q, k, v, inverse, scores, rates, start, o, final, states, update, way.segments.owner, cu_seqlens,
-        T, way.segments.size, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+    walk_kernel[(pieces.count * H * (NV + NK),)](
+        q, k, v, inverse, scores, rates, start, o, final, states, update, kept, pieces.owner, cu_seqlens,
+        T, pieces.size, way.segments.size, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, NK=NK, RATES=RATES,
         PRECISION=way.precision, STAGES=way.tiles.stages, num_warps=way.tiles.warps,
     )  # fmt: skip

@@ -14,16 +14,16 @@ from fastweights.ops.tiles_triton import operand, padded, piece_count, rows_side
 
 TILES: dict[tuple[str, str, int], Tiles] = {
     # (card, how operands are multiplied, largest padded K): read from the top, the first that fits
-    ("large", "bf16", 64): Tiles(64, 64, 4, 3, 64, 64, 8, 2),
-    ("large", "bf16", 128): Tiles(64, 64, 4, 2, 128, 64, 8, 2),
-    ("large", "bf16", 256): Tiles(32, 64, 8, 1, 128, 32, 8, 2),
-    ("large", "tf32", 128): Tiles(32, 32, 4, 2, 64, 32, 8, 2),
-    ("large", "tf32", 256): Tiles(32, 16, 4, 1, 64, 32, 8, 1),
-    ("large", "tf32x3", 64): Tiles(16, 32, 4, 2, 64, 16, 8, 1),
-    ("large", "tf32x3", 256): Tiles(16, 16, 4, 1, 64, 16, 8, 1),
-    ("small", "bf16", 256): Tiles(32, 32, 4, 1, 64, 32, 4, 1),
-    ("small", "tf32", 256): Tiles(16, 16, 4, 1, 32, 16, 4, 1),
-    ("small", "tf32x3", 256): Tiles(16, 16, 4, 1, 32, 16, 4, 1),
+    ("large", "bf16", 64): Tiles(64, 64, 4, 3, 3, 64, 64, 8, 2),
+    ("large", "bf16", 128): Tiles(64, 64, 4, 2, 3, 128, 64, 8, 3),
+    ("large", "bf16", 256): Tiles(32, 64, 8, 1, 1, 128, 32, 8, 2),
+    ("large", "tf32", 128): Tiles(32, 32, 4, 2, 2, 64, 32, 8, 2),
+    ("large", "tf32", 256): Tiles(32, 16, 4, 1, 1, 64, 32, 8, 1),
+    ("large", "tf32x3", 64): Tiles(16, 32, 4, 2, 2, 64, 16, 8, 1),
+    ("large", "tf32x3", 256): Tiles(16, 16, 4, 1, 1, 64, 16, 8, 1),
+    ("small", "bf16", 256): Tiles(32, 32, 4, 1, 1, 64, 32, 4, 1),
+    ("small", "tf32", 256): Tiles(16, 16, 4, 1, 1, 32, 16, 4, 1),
+    ("small", "tf32x3", 256): Tiles(16, 16, 4, 1, 1, 32, 16, 4, 1),
 }
 """Tile shapes instead of autotuning. A "large" card has the 227 KB of shared memory of a Hopper data-centre GPU, a "small" one 99 KB.
 
@@ -108,12 +108,11 @@ def delta_forward_shapes(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens
     chunks = piece_count(B, T, tiles.chunk, cu_seqlens)
     inverse = v.new_empty(chunks, H, tiles.chunk, tiles.chunk, dtype=operand(q.dtype, k.dtype, v.dtype)[0])
     rates = final.new_empty(chunks, H, RATES, tiles.chunk)
-    size = segment_size(rows, T, H, V, tiles)
-    if size > T:
-        return o, final, inverse, torch.empty_like(inverse), rates, final.new_empty(0), final.new_empty(0)
+    size, split = segment_size(rows, T, H, V, tiles)
     segments = piece_count(B, T, size, cu_seqlens)
-    split = final.new_empty(segments, H, K, V), final.new_empty(segments, H, K, K + V)
-    return o, final, inverse, torch.empty_like(inverse), rates, *split
+    starts = final.new_empty(segments, H, K, V) if size <= T else final.new_empty(0)
+    maps = final.new_empty(segments, H, K, K + V) if split else final.new_empty(0)
+    return o, final, inverse, torch.empty_like(inverse), rates, starts, maps
 
 
 @torch.library.custom_op("fastweights::delta_backward", mutates_args=())
