@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -46,12 +48,13 @@ class FastWeightsBlock(GradientCheckpointingLayer):
     def forward(self, x: Hidden, *, state: LayerState | None = None, cu_seqlens: CuSeqlens | None = None) -> tuple[Hidden, LayerState]:
         y, state = self.mixer(self.mixer_norm(x), state=state, cu_seqlens=cu_seqlens)
         x = x + y
-        if self.mlp is not None:
+        if self.mlp is not None and self.mlp_norm is not None:
             x = x + self.mlp(self.mlp_norm(x))
         return x, state
 
 
 class FastWeightsPreTrainedModel(PreTrainedModel):
+    config: FastWeightsConfig
     config_class = FastWeightsConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -61,20 +64,18 @@ class FastWeightsPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Called for every module, children first. What a checkpoint has filled stays."""
-        loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
-        if loaded and len(loaded) == len(list(module.parameters())):
-            return
+        """Called for every module, children first. What a checkpoint has filled stays: transformers guards `torch.nn.init` to that end."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, SwiGLU):
             nn.init.normal_(module.down_proj.weight, std=self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers))
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-        for parameter, value in loaded:
-            parameter.copy_(value)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+            reset()  # may write without `torch.nn.init`
+            for parameter, value in loaded:
+                parameter.copy_(value)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside transformers it would skip modules without parameters of their own, and such modules set their children's here.
@@ -100,45 +101,44 @@ class FastWeightsModel(FastWeightsPreTrainedModel):
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
         attention_mask: Tensor | None = None,
-        cache: FastWeightsCache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: CuSeqlens | None = None,
-        past_key_values: FastWeightsCache | None = None,
+        past_key_values: Cache | None = None,
     ) -> BaseModelOutputWithPast:
         """Arguments as in `FastWeightsForCausalLM.forward`; returns ``last_hidden_state [B, T, D]`` and the cache."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(cache, past_key_values, use_cache)
-        seen = 0 if cache is None else cache.seen_tokens
-        packing = self._packing(x, attention_mask, cu_seqlens, seen)
+        cache = self._choose_cache(cache, past_key_values, use_cache)
+        packing = self._packing(x, attention_mask, cu_seqlens, 0 if cache is None else cache.seen_tokens)
         if packing is not None:
-            x, bounds = packing.pack(x), packing.cu_seqlens
-        else:
-            bounds = cu_seqlens
+            x = packing.pack(x)
+        bounds = cu_seqlens if packing is None else packing.cu_seqlens
         rows = x.shape[0] if bounds is None else len(bounds) - 1
         if cache is not None and cache.batch_size not in (-1, rows):
             raise ValueError(f"the cache holds {cache.batch_size} rows and the input {rows}; repeat or select the cache's rows first")
 
         states: list[LayerState | None] = [None] * len(self.layers) if cache is None else list(cache.states)
-        hidden_states = [x]
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden_states = []
         for i, block in enumerate(self.layers):
+            if keep:
+                hidden_states.append(x)
             x, states[i] = block(x, state=states[i], cu_seqlens=bounds)
-            hidden_states.append(x)
-        hidden_states[-1] = x = self.norm(x)
+        hidden_states.append(self.norm(x))
         if cache is not None:
             cache.states = states
             cache.seen_tokens += _columns(x, cu_seqlens) if packing is None else packing.last.shape[1]
         if packing is not None:
-            x = packing.unpack(x)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        kept = tuple(h if packing is None else packing.unpack(h) for h in hidden_states) if output_hidden_states else None
-        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=kept, **{CACHE: cache})
+            hidden_states = [packing.unpack(h) for h in hidden_states]
+        named_cache: dict[str, Any] = {CACHE: cache}
+        every = tuple(hidden_states) if keep else None
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states[-1], hidden_states=every, **named_cache)
 
-    def _cache(self, cache, past_key_values, use_cache: bool | None) -> FastWeightsCache | None:
+    def _choose_cache(self, cache: Cache | None, past_key_values: Cache | None, use_cache: bool | None) -> FastWeightsCache | None:
         if cache is not None and past_key_values is not None:
             raise ValueError("cache and past_key_values are two names of one argument; give one")
         cache = past_key_values if cache is None else cache
@@ -178,7 +178,7 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
         attention_mask: Tensor | None = None,
-        cache: FastWeightsCache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         labels: Int[Tensor, "B T"] | None = None,
         use_cache: bool | None = None,
@@ -186,7 +186,7 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: CuSeqlens | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        past_key_values: FastWeightsCache | None = None,
+        past_key_values: Cache | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, T, vocabulary]`` and, with ``labels``, the loss.
 
@@ -250,9 +250,9 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
                 f"generate() by {generation_mode} is not supported: it takes tokens back, and a fast-weight memory does not keep what it "
                 f"overwrote. Supported: {', '.join(mode.value for mode in GENERATION_MODES)}"
             )
-        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:  # type: ignore[override]
         """Our cache, whatever transformers would make of the configuration."""
         if generation_config.is_assistant:
             raise ValueError("a fast-weight model cannot draft for assisted generation: it cannot take back the drafts that are rejected")
@@ -275,7 +275,7 @@ def _columns(x: Hidden, cu_seqlens: CuSeqlens | None) -> int:
     return x.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
 
 
-def _kept(hidden: Hidden, logits_to_keep: int | Tensor) -> Hidden:
+def _kept(hidden: Hidden, logits_to_keep: int | Tensor) -> Float[Tensor, "B kept D"]:
     if isinstance(logits_to_keep, Tensor):
         return hidden[:, logits_to_keep]
     return hidden[:, max(0, hidden.shape[1] - logits_to_keep) :] if logits_to_keep else hidden

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.notation import CuSeqlens, Hidden
+from fastweights.notation import CuSeqlens
 
 
 class Packing(NamedTuple):
@@ -29,11 +29,11 @@ class Packing(NamedTuple):
         last = torch.where(seen > 0, cu_seqlens[:-1, None] + seen - 1, -1)
         return cls(real.flatten().nonzero().squeeze(1), last, cu_seqlens)
 
-    def pack(self, x: Hidden) -> Hidden:
+    def pack(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "1 real D"]:
         """``[B, T, D] -> [1, real, D]``."""
         return x.flatten(0, 1)[self.token].unsqueeze(0)
 
-    def unpack(self, x: Hidden) -> Hidden:
+    def unpack(self, x: Float[Tensor, "1 real D"]) -> Float[Tensor, "B T D"]:
         """``[1, real, D] -> [B, T, D]``.
 
         A padded position repeats the last real token of its row, for nothing was read there and nothing has changed; before the first real

@@ -179,7 +179,11 @@ AutoModelForCausalLM.from_pretrained(FOLDER)
 ABSENT = """
 import sys
 from transformers import AutoModelForCausalLM
-sys.modules["fastweights"] = None
+class Absent:
+    def find_spec(name, *_):
+        if name == "fastweights":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent)
 try:
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 except ImportError as error:
