@@ -178,7 +178,7 @@ def walk_kernel(
         L = tl.load(inverse + base * C * C + square)
         keep = tl.load(rates + base * RATES * C + 9 * C + tl.zeros([BK], tl.int32))
         now = S.to(DOT)
-        if kept is not None:  # noqa: SIM102: this is known to the compiler, what follows is not
+        if kept is not None:  # noqa: SIM102 - the compiler knows this, and not what follows
             if n * C % KEEP == 0:
                 tl.store(kept + ((first_kept + n * C // KEEP) * H + h) * K * V + place, S, mask=inside)
         X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]

@@ -1,0 +1,281 @@
+"""Times of our kernels beside other people's, and beside what the card allows, on one GPU.
+
+    python benchmarks/bench_ops.py                    # everything, ours alone
+    python benchmarks/bench_ops.py --peers fla        # beside Flash Linear Attention (its own process, FLA_FLASH_QLA=0)
+    python benchmarks/bench_ops.py --only forward/long
+
+A parity gate runs first: nothing is timed that does not agree with the float64 reference. Rows go to benchmarks/results/ops-<card>.jsonl,
+which is also written out as .csv and as a plot. Times are medians over runs queued back to back on fresh random data larger than the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastweights.notation import Coefficients
+from fastweights.ops.dispatch import delta, delta_step_
+from fastweights.ops.reference import reference_delta
+from fastweights.records import append_rows, provenance, read_rows
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COPY, MATMUL = 4.26e12, 7.4e14
+"""What an H200 measured: bytes a second of a large copy, bfloat16 FLOP a second of a large product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One line of the table."""
+
+    name: str
+    kind: str
+    """forward, forward+backward, step (one token, in a CUDA graph) or first (the first call of forward+backward, empty cache)."""
+    shape: tuple[int, int, int, int, int]
+    """B, T, H, K, V."""
+
+    def floor(self) -> float:
+        """Milliseconds that no version can beat: bytes that must move, or multiplications in chunks of 64, whichever takes longer."""
+        B, T, H, K, V = self.shape
+        if self.kind == "step":
+            return 1e3 * 2 * 4 * B * H * K * V / COPY
+        moved, products = B * T * H * (4 * K + 4 * V), B * T * H * (4 * 64 * (K + V) + 6 * K * V)
+        passes = 1 if self.kind == "forward" else 3
+        return 1e3 * max(passes * moved / COPY, passes * products / MATMUL)
+
+
+DELTA = (
+    Work(name="forward", kind="forward", shape=(1, 32768, 16, 128, 128)),
+    Work(name="forward/long", kind="forward", shape=(1, 131072, 4, 128, 128)),
+    Work(name="forward/paper", kind="forward", shape=(4, 4096, 12, 96, 192)),
+    *(Work(name=f"step/{B}", kind="step", shape=(B, 1, 16, 128, 128)) for B in (1, 8, 64, 256)),
+    Work(name="training", kind="forward+backward", shape=(8, 8192, 8, 128, 128)),
+    Work(name="training/paper", kind="forward+backward", shape=(4, 4096, 12, 96, 192)),
+    Work(name="first", kind="first", shape=(1, 2048, 4, 128, 128)),
+)
+
+
+def operands(shape: tuple[int, ...], grad: bool = False) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
+    """KLA's own: keys as they come with their norms as scales, unit queries, gates as a model draws them; bfloat16."""
+    B, T, H, K, V = shape
+    q = F.normalize(torch.randn(B, T, H, K, device="cuda"), dim=-1).bfloat16()
+    k, v = F.silu(torch.randn(B, T, H, K, device="cuda")).bfloat16(), F.silu(torch.randn(B, T, H, V, device="cuda")).bfloat16()
+    inverse_norm = (k.float().square().sum(-1) + 1e-6).rsqrt()
+    beta, log_decay = torch.sigmoid(torch.randn(B, T, H, device="cuda")), -F.softplus(torch.randn(B, T, H, device="cuda") - 3)
+    coef = Coefficients(beta=beta, log_decay=log_decay, key_scale=inverse_norm, value_scale=inverse_norm.clone())
+    if grad:
+        for x in (q, k, v, *coef):
+            if x is not None:
+                x.requires_grad_()
+    return q, k, v, coef
+
+
+def parity(work: Work) -> float:
+    """The largest relative error of a short version of the work, outputs and gradients, against the reference in float64."""
+    B, T, H, K, V = work.shape
+    q, k, v, coef = operands((min(B, 2), 1 if work.kind == "step" else 200, min(H, 2), K, V), grad=work.kind != "step")
+    state = torch.randn(q.shape[0], q.shape[2], K, V, device="cuda")
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, final = reference_delta(*exact, Coefficients(*coef), state=state.double())
+    if work.kind == "step":
+        pairs = [(delta_step_(q, k, v, coef, state, backend="triton"), o), (state, final)]
+    else:
+        found, last = delta(q, k, v, coef, state=state, backend="triton")
+        upstream = torch.randn_like(found)
+        got = torch.autograd.grad(found, (q, k, v), upstream)
+        pairs = [(found, o), (last, final), *zip(got, torch.autograd.grad(o, exact, upstream.double()), strict=True)]
+    return max(((x.double() - y).norm() / y.norm()).item() for x, y in pairs)
+
+
+def median(run: Callable[[], Any], repeats: int = 30) -> float:
+    """Milliseconds on the device, from events around runs that are queued without waiting for each other."""
+    for _ in range(3):
+        run()
+    flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # more than the cache holds
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in events:
+        flush.zero_()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in events)[repeats // 2]
+
+
+def in_graph(step: Callable[[Tensor], Any], shape: tuple[int, ...]) -> float:
+    """Milliseconds of one step, from a CUDA graph of many that take turns on more memories than the cache holds."""
+    B, _, H, K, V = shape
+    states = [torch.randn(B, H, K, V, device="cuda") for _ in range(max(8, min(100, 4000 // B)))]
+    rounds = max(1, 200 // len(states)) if B < 64 else 1  # a graph's own start, some microseconds, is then lost among its steps
+
+    def run() -> None:
+        for _ in range(rounds):
+            for state in states:
+                step(state)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return median(graph.replay, 9) / (rounds * len(states))
+
+
+def measure(work: Work, chunk: Callable[..., Any], step: Callable[[Tensor], Any] | None = None) -> dict[str, float]:
+    """``chunk()`` runs one forward and returns what its gradient is taken of; ``step(state)`` decodes one token."""
+    if work.kind == "step":
+        assert step is not None
+        with torch.no_grad():
+            return {"ms": in_graph(step, work.shape)}
+    if work.kind == "forward":
+        with torch.no_grad():
+            return {"ms": median(chunk)}
+    upstream = torch.randn(*work.shape[:3], work.shape[4], device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    chunk().backward(upstream)
+    torch.cuda.synchronize()
+    if work.kind == "first":
+        return {"ms": 1e3 * (time.perf_counter() - start)}
+    return {"ms": median(lambda: chunk().backward(upstream), 15), "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def ours(work: Work) -> dict[str, Any]:
+    q, k, v, coef = operands(work.shape, grad=work.kind in ("forward+backward", "first"))
+    chunk = lambda: delta(q, k, v, coef, scale=work.shape[3] ** -0.5, backend="triton")[0]  # noqa: E731
+    step = lambda state: delta_step_(q, k, v, coef, state, scale=work.shape[3] ** -0.5, backend="triton")  # noqa: E731
+    return {"implementation": "fastweights", "backend": "triton", **measure(work, chunk, step)}
+
+
+def fla(work: Work) -> dict[str, Any]:
+    """Gated DeltaNet of Flash Linear Attention on keys that are already unit, so that it need not normalise them."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+    q, k, v, coef = operands(work.shape)
+    k = F.normalize(k.float(), dim=-1).bfloat16()
+    assert coef.beta is not None and coef.log_decay is not None
+    gates = {"g": coef.log_decay, "beta": coef.beta.bfloat16()}
+    if work.kind in ("forward+backward", "first"):
+        for x in (q, k, v, *gates.values()):
+            x.requires_grad_()
+    chunk = lambda: chunk_gated_delta_rule(q, k, v, **gates)[0]  # noqa: E731
+    step = lambda state: fused_recurrent_gated_delta_rule(q, k, v, **gates, initial_state=state, output_final_state=True)  # noqa: E731
+    backend = "triton" if os.environ.get("FLA_FLASH_QLA") == "0" else "auto"
+    return {"implementation": "fla", "backend": backend, **measure(work, chunk, step)}
+
+
+IMPLEMENTATIONS = {"fastweights": ours, "fla": fla}
+ENVIRONMENT = {"fastweights": {}, "fla": {"FLA_FLASH_QLA": "0"}}
+
+
+def apart(implementation: str, works: list[Work], limit: float) -> list[dict[str, Any]]:
+    """Run works in a process of their own, with an empty compile cache; a work that fails is reported and skipped."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, __file__, "--child", implementation, *(w.name for w in works)]
+        environment = {**os.environ, **ENVIRONMENT[implementation], "TRITON_CACHE_DIR": cache}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                printed, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                printed, _ = process.communicate()
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+def child(implementation: str, names: list[str]) -> None:
+    for work in (w for w in DELTA if w.name in names):
+        try:
+            print(json.dumps({"work": work.name, **IMPLEMENTATIONS[implementation](work)}), flush=True)
+        except Exception as error:  # a peer that cannot run a shape is a result too
+            print(
+                json.dumps({"work": work.name, "implementation": implementation, "error": f"{type(error).__name__}: {error}"[:200]}),
+                flush=True,
+            )
+        torch.cuda.empty_cache()
+
+
+def write_csv(path: Path) -> None:
+    rows = [{**row, "versions": json.dumps(row["versions"])} for row in read_rows(path)]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(path: Path) -> None:
+    """Each work's latest times over its floor, PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    latest = {(row["work"], row["implementation"]): row for row in read_rows(path) if row.get("floor_ms")}
+    works, makers = (list(dict.fromkeys(key[i] for key in latest)) for i in (0, 1))
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    for i, maker in enumerate(makers):
+        at = [(x, latest[work, maker]) for x, work in enumerate(works) if (work, maker) in latest]
+        axes.bar([x + 0.8 * i / len(makers) for x, _ in at], [row["ms"] / row["floor_ms"] for _, row in at], 0.8 / len(makers), label=maker)
+    axes.set_xticks(range(len(works)), works, rotation=30, ha="right")
+    axes.set_ylabel("time / hardware floor")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.legend()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", nargs="*", default=[], choices=[name for name in IMPLEMENTATIONS if name != "fastweights"])
+    parser.add_argument("--only", nargs="*", help="names of works")
+    parser.add_argument("--limit", type=float, default=240, help="seconds each implementation may take")
+    parser.add_argument("--out", type=Path, default=RESULTS / "ops-h200.jsonl")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child[0], arguments.child[1:])
+        return
+    works = {w.name: w for w in DELTA if arguments.only is None or w.name in arguments.only}
+    for name, work in works.items():
+        error = parity(work)
+        if not error < 2e-2:
+            raise SystemExit(f"{name}: error {error:.3g} against the float64 reference; nothing was timed")
+        print(f"parity {name}: {error:.1e}", flush=True)
+    torch.cuda.empty_cache()
+    rows: list[dict[str, Any]] = []
+    first = [works[name] for name in ("first",) if name in works]
+    for implementation in ("fastweights", *arguments.peers):
+        run = partial(apart, implementation, limit=arguments.limit)
+        rows += (run(first) if first else []) + run([w for w in works.values() if w.kind != "first"])
+    for row in rows:
+        work = works[row["work"]]
+        row |= {
+            "kind": work.kind,
+            "shape": list(work.shape),
+            **({} if work.kind == "first" else {"floor_ms": work.floor()}),
+            **provenance(device="cuda"),
+        }
+    append_rows(arguments.out, rows)
+    write_csv(arguments.out)
+    plot(arguments.out)
+    for row in rows:
+        times = row.get("error") or f"{row['ms']:.4f} ms" + (f", {row['ms'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else "")
+        print(f"{row['work']:16} {row['implementation']:12} {times}")
+
+
+if __name__ == "__main__":
+    main()
