@@ -24,8 +24,8 @@ from torch import Tensor
 from fastweights.notation import Coefficients
 from fastweights.ops.segments import Segments
 
-CPU_SPAN = 64
-"""On a CPU about this many chunks × heads are worked on at a time, so that they stay in the cache."""
+SPAN = 64
+"""On a CPU about this many chunks, counted for every head, are worked on at once, so that they stay in the cache."""
 
 
 def chunk_decay(
@@ -58,16 +58,16 @@ def _forward(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    x = _Chunks(q, k, v, log_decay, key_scale, value_scale, query_scale, cu_seqlens, scale)
-    S = x.first_state(state)
-    o = torch.empty_like(x.v)
-    for span, steps in x.spans():
-        q_, k_, v_, a_ = x.q[span], x.k[span], x.v[span], x.gates(span)
-        P, f, b, _ = _pairs(q_, k_, a_)
-        S_ = _recur(S, _times(k_, b).mT @ v_, f, steps)
-        torch.bmm(P, v_, out=o[span])
-        o[span].baddbmm_(_times(q_, f), S_)
-    return x.join(o, v.dtype), x.last_state(S)
+    segments = Segments.of(v.shape[0], v.shape[1], cu_seqlens)
+    S = _first_state(k, v, state, segments)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for span in _spans(segments, v):
+        x = _Span(span, v)
+        q_, k_, v_ = x.cut(q, query_scale).mul_(scale), x.cut(k), x.cut(v, key_scale, value_scale)
+        P, f, b, _ = _pairs(q_, k_, x.gates(log_decay))
+        S_ = _recur(x.rows(S), _times(k_, b).mT @ v_, f, x.steps)
+        x.join(torch.bmm(P, v_).baddbmm_(_times(q_, f), S_), o)
+    return o, segments.unsort(S)
 
 
 @_forward.register_fake
@@ -107,124 +107,106 @@ def _backward(
     gates_learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay, key_scale, value_scale, query_scale and state; empty where there is nothing to differentiate."""
-    x = _Chunks(q, k, v, log_decay, key_scale, value_scale, query_scale, cu_seqlens, scale)
-    do = x.cut(do)
-    spans = list(x.spans())
+    segments = Segments.of(v.shape[0], v.shape[1], cu_seqlens)
+    spans = [_Span(span, v) for span in _spans(segments, v)]
 
-    S = x.first_state(state)  # forwards again, for the state before each chunk
-    before = S.new_empty(len(x.k), *S.shape[1:])
-    for span, steps in spans:
-        f, b = _left(x.gates(span))
-        _recur(S, _times(x.k[span], b).mT @ x.v[span], f, steps, out=before[span])
+    S = _first_state(k, v, state, segments)  # forwards again, for the state before each chunk
+    before = S.new_empty(segments.chunks * v.shape[2], *S.shape[2:])
+    for x in spans:
+        f, b = _left(x.gates(log_decay))
+        _recur(x.rows(S), _times(x.cut(k), b).mT @ x.cut(v, key_scale, value_scale), f, x.steps, out=before[x.held])
 
-    dS = x.first_state(dfinal)  # then backwards, carrying the gradient of the state after each chunk to that of the state before it
-    dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
-    dlog = None if x.log_decay is None or not gates_learn else torch.empty_like(x.log_decay)
-    for span, steps in reversed(spans):
-        q_, k_, v_, a_, S_, do_ = x.q[span], x.k[span], x.v[span], x.gates(span), before[span], do[span]
+    dS = segments.sort(
+        dfinal.to(S.dtype)
+    )  # then backwards, carrying the gradient of the state after each chunk to that of the one before it
+    grads = dq, dk, dv, dlog, dkey_scale, dvalue_scale, dquery_scale = [
+        v.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, log_decay if gates_learn else None, key_scale, value_scale, query_scale)
+    ]
+    for x in reversed(spans):
+        q_, k_, v_, a_ = x.cut(q, query_scale).mul_(scale), x.cut(k), x.cut(v, key_scale, value_scale), x.gates(log_decay)
+        do_, S_ = x.cut(do), before[x.held]
         P, f, b, grad = _pairs(q_, k_, a_, do_ @ v_.mT)
         fq, bk = _times(q_, f), _times(k_, b)
-        dS_ = _recur(dS, fq.mT @ do_, f, steps[::-1])
-        torch.bmm(P.mT, do_, out=dv[span])
-        dv[span].baddbmm_(bk, dS_)
+        dS_ = _recur(x.rows(dS), fq.mT @ do_, f, x.steps[::-1])
         dfq, dbk = do_ @ S_.mT, v_ @ dS_.mT
-        _add_times(grad.q, dfq, f, out=dq[span])
-        _add_times(grad.k, dbk, b, out=dk[span])
-        if dlog is not None:
+        dq_, dk_, dv_ = _add_times(grad.q, dfq, f), _add_times(grad.k, dbk, b), torch.bmm(P.mT, do_).baddbmm_(bk, dS_)
+        if gates_learn:
             df, db = _per_gate(fq.mul_(dfq), a_), _per_gate(bk.mul_(dbk), a_)  # the gradients of log f and log b
             df[:, -1] += f[:, -1] * _per_gate(S_.mul_(dS_).sum(-1), a_)
-            dlog[span] = _log_gates(df, db, grad.straddling)
-    return *x.gradients(dq, dk, dv, dlog), x.last_state(dS)  # type: ignore[return-value]
+            da_ = _log_gates(df, db, grad.straddling)
+            x.join(da_ if dlog.dim() == 4 else da_.squeeze(-1), dlog)
+        x.join_gradients(dq_.mul_(scale), q, dq, (query_scale, dquery_scale))
+        x.join(dk_, dk)
+        x.join_gradients(dv_, v, dv, (key_scale, dkey_scale), (value_scale, dvalue_scale))
+    return *grads, segments.unsort(dS)  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(q, k, v, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, do, dfinal, scale, gates_learn):
     operands = (q, k, v, log_decay if gates_learn else None, key_scale, value_scale, query_scale)
-    empty = dfinal.new_empty(0)
-    grads = (empty if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
+    grads = (v.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
     return *grads, torch.empty_like(dfinal, memory_format=torch.contiguous_format)
 
 
-class _Chunks:
-    """The operands as used, ``[M, C, …]``: chunks and value heads share the first dimension M = chunks · Hv.
+def _first_state(k: Tensor, v: Tensor, state: Tensor | None, segments: Segments) -> Tensor:
+    """A fresh copy, or zeros, ``[R, Hv, K, V]`` in the order of the steps."""
+    real = _real(k.dtype)
+    if state is not None:
+        return segments.sort(state.to(real))
+    return v.new_zeros((segments.rows, v.shape[2], k.shape[3], v.shape[3]), dtype=real)
+
+
+def _spans(segments: Segments, v: Tensor) -> list[Segments]:
+    return segments.spans(max(1, SPAN // v.shape[2]) if v.device.type == "cpu" else max(1, segments.chunks))
+
+
+class _Span:
+    """A few chunks of the operands, as ``[M, C, …]`` in the working precision: chunks and value heads share M = chunks · Hv.
 
     Both scales of a write act on its value, so that k stays as it came: k̂ v̂ᵀ = k (key_scale · value_scale · v)ᵀ.
     """
 
-    def __init__(self, q, k, v, log_decay, key_scale, value_scale, query_scale, cu_seqlens, scale):
-        B, T, self.heads, _ = v.shape
-        self.given = (q, k, v, log_decay, key_scale, value_scale, query_scale)
-        self.scale = scale
-        self.real = _real(q.dtype)
-        self.segments = Segments.of(B, T, cu_seqlens)
-        self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.segments.steps]
-        """As the segments' steps, over M."""
-        self.state_shape = (self.segments.rows, self.heads, k.shape[3], v.shape[3])
-        self.q, self.k, self.v = self.cut(q).mul_(scale), self.cut(k), self.cut(v)
-        for y, factor in ((self.q, query_scale), (self.v, key_scale), (self.v, value_scale)):
+    def __init__(self, span: Segments, v: Tensor) -> None:
+        self.span, self.heads, self.real = span, v.shape[2], _real(v.dtype)
+        self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in span.steps]
+        self.held = slice(span.offset * self.heads, (span.offset + span.chunks) * self.heads)
+        """Where the span's chunks lie among all chunks."""
+
+    def rows(self, S: Tensor) -> Tensor:
+        """Its rows of a state ``[R, Hv, K, V]`` as a view ``[rows · Hv, K, V]``."""
+        return S[self.span.top : self.span.top + self.span.rows].flatten(0, 1)
+
+    def cut(self, x: Tensor, *factors: Tensor | None) -> Tensor:
+        """``[B, T, heads, …] -> [M, C, …]`` times factors ``[B, T, heads]``; a key head is repeated for each of its value heads."""
+        y = self.span.cut(x, self.real)
+        y = (y if y.shape[1] == self.heads else y.repeat_interleave(self.heads // y.shape[1], dim=1)).flatten(0, 1)
+        for factor in factors:
             if factor is not None:
                 y *= self.cut(factor).unsqueeze(-1)
-        self.log_decay = None if log_decay is None else self.cut(log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1))
+        return y
 
-    def cut(self, x: Tensor) -> Tensor:
-        """``[B, T, heads, …] -> [M, C, …]`` in the working precision; key heads are repeated for their value heads."""
-        return _per_value_head(self.segments.cut(x, self.real), 1, self.heads).flatten(0, 1)
+    def gates(self, log_decay: Tensor | None) -> Any:
+        """a ``[M, C, K]`` or ``[M, C, 1]``, or None."""
+        return None if log_decay is None else self.cut(log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)).exp_()
 
-    def join(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``[M, C, …] -> [B, T, Hv, …]``."""
-        return self.segments.join(x.unflatten(0, (-1, self.heads)), dtype)
+    def join(self, y: Tensor, out: Tensor) -> None:
+        """``[M, C, …]`` into its place in ``[B, T, heads, …]``, summed over the value heads that share a head there."""
+        y = y.unflatten(0, (-1, self.heads))
+        self.span.join(y if out.shape[2] == self.heads else y.unflatten(1, (out.shape[2], -1)).sum(2), out=out)
 
-    def first_state(self, state: Tensor | None) -> Tensor:
-        """A fresh copy, or zeros, ``[R · Hv, K, V]`` in the order of the steps."""
-        S = self.v.new_zeros(self.state_shape) if state is None else self.segments.sort(state.to(self.real))
-        return S.flatten(0, 1)
-
-    def last_state(self, S: Tensor) -> Tensor:
-        return self.segments.unsort(S.unflatten(0, self.state_shape[:2]))
-
-    def gates(self, span: slice) -> Any:
-        """a ``[…, C, K]``, ``[…, C, 1]``, or None."""
-        return None if self.log_decay is None else self.log_decay[span].exp()
-
-    def spans(self) -> Iterator[tuple[slice, list[slice]]]:
-        """M in runs of whole steps: each run's slice, and its steps counted from where it begins."""
-        steps = self.steps
-        limit = CPU_SPAN if self.v.device.type == "cpu" else len(self.v)
-        while steps:
-            start = steps[0].start
-            n = max(1, sum(step.stop - start <= limit for step in steps))
-            yield slice(start, steps[n - 1].stop), [slice(step.start - start, step.stop - start) for step in steps[:n]]
-            steps = steps[n:]
-
-    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dlog: Tensor | None) -> list[Tensor]:
-        """From the gradients of the operands as used to those of the operands as given, in their order."""
-        q, _, v, log_decay, key_scale, value_scale, query_scale = self.given
-        dq, dk, dv = self.join(dq.mul_(self.scale)), self.join(dk), self.join(dv)
-        dkey_scale = dvalue_scale = dquery_scale = None
-        if query_scale is not None:
-            dquery_scale = torch.linalg.vecdot(dq, _per_value_head(q, 2, self.heads).to(self.real))
-            dq *= _per_value_head(query_scale, 2, self.heads).unsqueeze(-1)
-        if key_scale is not None or value_scale is not None:
-            along = torch.linalg.vecdot(dv, v.to(self.real))
-            dkey_scale = along if value_scale is None else along * _per_value_head(value_scale, 2, self.heads)
-            dvalue_scale = along if key_scale is None else along * _per_value_head(key_scale, 2, self.heads)
-            for factor in (key_scale, value_scale):
-                if factor is not None:
-                    dv *= _per_value_head(factor, 2, self.heads).unsqueeze(-1)
-        if dlog is not None:
-            dlog = self.join(dlog)
-            dlog = dlog if log_decay.dim() == 4 else dlog.squeeze(-1)
-        grads = (dq, dk, dv, dlog, dkey_scale, dvalue_scale, dquery_scale)
-        return [dv.new_empty(0) if dx is None or x is None else _like(dx, x) for dx, x in zip(grads, self.given, strict=True)]
-
-
-def _per_value_head(x: Tensor, dim: int, heads: int) -> Tensor:
-    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
-
-
-def _like(dx: Tensor, x: Tensor) -> Tensor:
-    """The gradient ``[B, T, Hv, …]`` summed over the value heads that share a head of x, in x's dtype."""
-    return (dx if dx.shape[2] == x.shape[2] else dx.unflatten(2, (x.shape[2], -1)).sum(3)).to(x.dtype)
+    def join_gradients(self, dy: Tensor, x: Tensor, dx: Tensor, *factors: tuple[Tensor | None, Tensor]) -> None:
+        """From the gradient of ``cut(x, *factors)`` to that of x and, where there is one, of each factor."""
+        given = [(self.cut(factor), out) for factor, out in factors if factor is not None]
+        for factor, out in given:
+            along = torch.linalg.vecdot(dy, self.cut(x))
+            for other, _ in given:
+                if other is not factor:
+                    along *= other
+            self.join(along, out)
+        for factor, _ in given:
+            dy *= factor.unsqueeze(-1)
+        self.join(dy, dx)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
@@ -338,11 +320,8 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
     return x * y.mT if x.shape[-1] == 1 else x @ y.mT
 
 
-def _add_times(x: Tensor, y: Tensor, factor: Tensor | None, out: Tensor) -> None:
-    if factor is None:
-        torch.add(x, y, out=out)
-    else:
-        torch.addcmul(x, y, factor, out=out)
+def _add_times(x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor:
+    return x.add_(y) if factor is None else x.addcmul_(y, factor)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:
