@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fastweights.ops.ccq.forward_triton import Keys, Moments, columns, past, read
 from fastweights.ops.decay.chunk_forward_triton import scan

@@ -1,15 +1,15 @@
 """CCQ's forward kernels: q' = q − (λ/w)·C q, with C the centred second moment of the keys so far, all counted alike.
 
-Three launches, one read of the keys. `moment_kernel` measures each segment's keys from a point b in their midst, the mean of the first chunk,
-and leaves x = k − b, rounded as the tensor cores take it, the sum of x before each chunk, and the segment's own (C, μ, w). `merge_kernel`
-puts together what comes before each segment by Chan's formula; `read_kernel` walks through a segment and reads. With m = μ − b, before the
-segment, and before a chunk y = w₀ m + Σ x, R = C₀ + w₀ m mᵀ + Σ x xᵀ:
+Three launches, one read of the keys. `moment_kernel` measures each segment's keys from a point b in their midst, the mean of the first
+chunk, and leaves x = k − b, rounded as the tensor cores take it, the sum of x before each chunk, and the segment's own (C, μ, w).
+`merge_kernel` puts together what comes before each segment by Chan's formula; `read_kernel` walks through a segment and reads. With
+m = μ − b before the segment, and before a chunk y = w₀ m + Σ x, R = C₀ + w₀ m mᵀ + Σ x xᵀ:
 
     merge   C' = C + C₂ + (w·w₂ / w')·δ δᵀ,   μ' = μ + (w₂ / w')·δ,   w' = w + w₂,   δ = μ₂ − μ
     read    C_t q_t = R q_t − ρ_t y + Σ_{j≤t} (q_tᵀ x_j − ρ_t) x_j,   ρ_t = q_tᵀ(μ_t − b) = (q_tᵀ y + Σ_{j≤t} q_tᵀ x_j) / w_t
 
-x is of the size of the keys' spread, so half precision loses nothing where keys crowd; all sums are of the rounded x, so that C stays a sum of
-squares. Nothing depends on b but the rounding. Each program holds some columns of C; all sums over columns are left in parts.
+x is of the size of the keys' spread, so half precision loses nothing where keys crowd; all sums are of the rounded x, so that C stays a sum
+of squares. Nothing depends on b but the rounding. Each program holds some columns of C; all sums over columns are left in parts.
 """
 
 from __future__ import annotations
@@ -73,16 +73,14 @@ def moment_kernel(
     b = tl.sum(first, 0) / tl.maximum(tl.minimum(end - begin, C), 1).to(tl.float32)
     moment = tl.zeros([BK, BK], tl.float32)
     y = tl.zeros([BK], tl.float32)
-    chunk = 0
     for start in tl.range(begin, end, C, num_stages=STAGES):
         valid = start + tl.arange(0, C) < end
         x = load_tile(k, start, end, stride, 0, K, C, BK).to(tl.float32) * load_numbers(ks, start, end, H, h, 1.0, C)[:, None]
         x = tl.where(valid[:, None], x - b[None, :], 0.0).to(DOT)
         store_tile(x_out, x, start, end, H * K, 0, K, C, BK)
-        tl.store(sums + chunk * H * K + i, y, mask=i < K)
+        tl.store(sums + (start - begin) // C * (H * K) + i, y, mask=i < K)
         y += tl.sum(x.to(tl.float32), 0)
         moment += tl.dot(tl.trans(x), x, input_precision=PRECISION)
-        chunk += 1
     w = tl.maximum(end - begin, 0).to(tl.float32)
     mu = y / tl.maximum(w, 1.0)
     store_memory(covariance + place * K * K, moment - y[:, None] * mu[None, :], 0, K, K, BK, BK)
@@ -152,7 +150,8 @@ def past(x, C: tl.constexpr):
 
 @triton.jit
 def read_kernel(
-    q, lam, x_in, sums, point, covariance, mean, weight, other, out, rho_out, dlam, strength, table, T, L, H, tokens, q_stride, other_stride,
+    q, lam, x_in, sums, point, covariance, mean, weight, other, out, rho_out, dlam, strength,
+    table, T, L, H, tokens, q_stride, other_stride,
     K: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +213,7 @@ def moments(k, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Keys, Mome
         return Moments(*(torch.empty(count, H, *shape, dtype=torch.float32, device=k.device) for shape in ((K, K), (K,), ())))
 
     own, final = room(cut.count), room(cut.rows)
-    mean, weight = torch.empty_like(own.mean), torch.empty_like(own.weight)
+    mean, weight = torch.zeros_like(own.mean), torch.zeros_like(own.weight)  # zeros stay where a segment holds no token
     DOT, precision = dot_type(k.dtype)
     keys = Keys(
         torch.empty(B, T, H, K, dtype=operand(k.dtype)[0], device=k.device),

@@ -32,6 +32,9 @@ from fastweights.ops.checks import (
 NEVER = 1e-30
 """Stands for the weight 0, so that its logarithm is finite."""
 
+FUSED = 128
+"""The largest K of the fused kernels. Beyond it, and with a mask or forgetting, the sums are `decay` memories on every backend."""
+
 
 def ccq_query(
     q: Tensor,
@@ -67,10 +70,10 @@ def ccq_query(
         ValueError: for operands that do not fit, or a backend that cannot run them.
     """
     _check(q, k, lam, log_decay, mask, state, cu_seqlens)
-    if mask is None and _has_kernel(q, k, backend):
-        return dispatch.twin("ccq", "query").ccq_query_triton(  # type: ignore[union-attr]
-            q, k, lam, log_decay=log_decay, key_scale=_inverse_norm(k, eps) if unit_keys else None, state=state, cu_seqlens=cu_seqlens
-        )
+    if mask is None and log_decay is None and k.shape[-1] <= FUSED and _has_kernel("query", q, k, backend):
+        key_scale = _inverse_norm(k, eps) if unit_keys else None
+        kernels = dispatch.twin("ccq", "query")
+        return kernels.ccq_query_triton(q, k, lam, key_scale=key_scale, state=state, cu_seqlens=cu_seqlens)  # type: ignore[union-attr]
     q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, unit_keys, eps)
     B, T, H, K = k.shape
     if state is None:
@@ -104,6 +107,10 @@ def ccq_step_(
 ) -> Tensor:
     """A few tokens of `ccq_query`, for inference: overwrites the tensors of ``state`` and returns q' ``[B, T, Hk, K]``; no gradients."""
     _check(q, k, lam, log_decay, None, state, None)
+    if _has_kernel("step", q, k, backend):
+        key_scale = _inverse_norm(k, eps) if unit_keys else None
+        kernels = dispatch.twin("ccq", "step")
+        return kernels.ccq_step_triton_(q, k, lam, state, log_decay=log_decay, key_scale=key_scale)  # type: ignore[union-attr]
     q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, unit_keys, eps)
     new, mean, weight = _by_token(k_, log_decay, state)
     coef = Coefficients(log_decay=log_decay, value_scale=new.share)
@@ -227,8 +234,8 @@ def _real(q: Tensor, k: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
 
 
-def _has_kernel(q: Tensor, k: Tensor, backend: str) -> bool:
-    return backend in ("auto", "triton") and dispatch.why_not_triton("ccq", "query", backend, q, k) is None
+def _has_kernel(form: str, q: Tensor, k: Tensor, backend: str) -> bool:
+    return backend in ("auto", "triton") and dispatch.why_not_triton("ccq", form, backend, q, k) is None
 
 
 def _check(q, k, lam, log_decay, mask, state: CCQState | None, cu_seqlens) -> None:

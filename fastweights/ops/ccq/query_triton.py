@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
 
 TILES: dict[tuple[int, int], Tiles] = {
     **{(2, size): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)) for size in (16, 32, 64)},
-    (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    (2, 128): Tiles(Tile(64, 64, 4, 1), Tile(64, 128, 8, 2)),
     **{(4, size): Tiles(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)) for size in (16, 32, 64, 128)},
 }
 """By the bytes of an operand (float16 is read as four, see `operand`) and padded K. Replace an entry to try another shape."""
@@ -34,12 +34,10 @@ SMALL = Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1))
 """Fits 99 KB of shared memory for every K and operand, as consumer cards need."""
 
 
-def why_not(q: Tensor, k: Tensor, log_decay: Tensor | None = None) -> str | None:
+def why_not(q: Tensor, k: Tensor) -> str | None:
     """Why the kernels cannot take these operands, or None if they can."""
     if q.shape[-1] > 128:
         return f"the CCQ kernels take K up to 128, and K is {q.shape[-1]}"
-    if log_decay is not None:
-        return "the CCQ kernels count all keys alike, and log_decay is given"
     return None
 
 

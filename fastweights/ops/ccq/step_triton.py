@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.notation import CCQState
-from fastweights.ops.ccq.query_triton import why_not as why_not
 from fastweights.ops.tiles_triton import padded
 
 
@@ -90,6 +89,13 @@ def _step(
 @_step.register_fake
 def _shapes(q, k, lam, g, ks, covariance, mean, weight):
     return q.new_empty(q.shape)
+
+
+def why_not(q: Tensor, k: Tensor) -> str | None:
+    """Why the kernel cannot take these operands, or None if it can."""
+    if q.shape[-1] > 256:
+        return f"the CCQ step takes K up to 256, and K is {q.shape[-1]}"
+    return None
 
 
 def ccq_step_triton_(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastweights.ops import dispatch
 from fastweights.ops.checks import DTYPES, check_cu_seqlens, check_dtype, check_same_device, check_shape
 
 
@@ -57,6 +58,9 @@ def causal_conv(
             check_dtype(name, tensor, DTYPES)
     check_same_device(x=x, weight=weight, bias=bias, state=state)
 
+    kernels = dispatch.twin("conv", "causal") if x.is_cuda and x.dtype != torch.float64 else "no CUDA tensor"
+    if not isinstance(kernels, str):
+        return kernels.causal_conv_triton(x, weight, bias=bias, state=state, cu_seqlens=cu_seqlens, activation=activation)
     if cu_seqlens is None:
         state = x.new_zeros(len(x), past, x.shape[2]) if state is None else state.to(x.dtype)
         laid = torch.cat([state, x], dim=1)

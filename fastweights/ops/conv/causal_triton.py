@@ -2,8 +2,8 @@
 
     z_t = bias + Σ_{w<W} weight_w ∘ x_{t-(W-1)+w},   y = silu(z)
 
-A tap that falls before its document's first token reads the state. The backward makes z again from x, so nothing but operands is kept. State
-rows are tokens −(W−1) … −1 of their document, and get their gradient as tokens do.
+A tap that falls before its document's first token reads the state. The backward makes z again from x, so nothing but operands is kept.
+State rows are tokens −(W−1) … −1 of their document, and get their gradient as tokens do.
 """
 
 # No `from __future__ import annotations` here: a custom op reads its types from them, and the tests' shape checker hides their names.
@@ -225,11 +225,12 @@ def _backward(
     blocks, parts = triton.cdiv(CH, CHANNELS), triton.cdiv(B * T, STRETCH)
     dweight, dbias = weight.new_empty(parts, CH, W, dtype=torch.float32), weight.new_empty(parts, CH, dtype=torch.float32)
     owner, bounds = _owner(cu_seqlens, B * T)
+    steps = min(STRETCH // TOKENS, triton.next_power_of_2(max(1, triton.cdiv(B * T, TOKENS))))
     shape = dict(W=W, SILU=activation, BC=CHANNELS, BW=triton.next_power_of_2(W), num_warps=WARPS)
     if dx.numel():
         backward_kernel[(parts, blocks)](
             x, weight, bias, state, dy, dlast, dx, dweight, dbias, owner, bounds, B * T, T, CH, x.stride(1), dy.stride(1),
-            BT=TOKENS, STEPS=STRETCH // TOKENS, **shape,
+            BT=TOKENS, STEPS=steps, **shape,
         )  # fmt: skip
     if dstate.numel():
         state_kernel[(len(dstate), blocks)](

@@ -8,8 +8,8 @@ memory after the chunk, and gives dk, dv. With A[t, j] = exp(g_t − g_j), j ≤
     dv_j = Dᵀ (exp(g_C − g_j)·k_j)  + Σ_{t≥j} A[t, j] (q_tᵀ k_j) do_t
     D'   = exp(g_C)·D + Σ_t (exp(g_t)·q_t) do_tᵀ
 
-The gradient of log decay at r is what every pair (j, t), j < r ≤ t, adds to the loss: the pairs with t in the segment are q_t·dq_t summed from
-r on, less k_j·dk_j summed from r on, plus S·D at the segment's end. Sums so never run over more than one segment, and lose no digits.
+The gradient of log decay at r is what every pair (j, t), j < r ≤ t, adds to the loss: the pairs with t in the segment are q_t·dq_t summed
+from r on, less k_j·dk_j summed from r on, plus S·D at the segment's end. Sums so never run over more than one segment, and lose no digits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from torch import Tensor
 from fastweights.ops.decay.chunk_forward_triton import (
     channel_scores,
     contributions,
+    from_row,
     heads_in,
-    keys_of,
     load_decay,
     row,
-    rows_of,
     scan,
-    total_of,
 )
 from fastweights.ops.decay.segments_triton import (
     Segments,
@@ -43,6 +41,12 @@ from fastweights.ops.decay.segments_triton import (
     store_tile,
 )
 from fastweights.ops.tiles_triton import padded
+
+
+@triton.jit
+def to_row(coarse, fine, t, C: tl.constexpr):
+    """``exp(g_t − g_j)`` per channel ``[C, K]``; 1 for j > t, where it is not looked at."""
+    return tl.exp(tl.minimum((row(coarse, t, C)[None, :] - coarse) + (row(fine, t, C)[None, :] - fine), 0.0))
 
 
 @triton.jit
@@ -73,17 +77,17 @@ def query_kernel(
         x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
         factor = load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None] * scale
-        a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
-        grad = tl.dot(e, tl.trans(S.to(DOT)), input_precision=PRECISION) * rows_of(tl.exp(a), CHANNEL)
+        since, keep, carry, _all, coarse, fine = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
+        grad = tl.dot(e, tl.trans(S.to(DOT)), input_precision=PRECISION) * since
         E = tl.dot(e, tl.trans(y.to(DOT)), input_precision=PRECISION)
         if CHANNEL:
             i = tl.arange(0, C)
             E = tl.where(i[:, None] >= i[None, :], E, 0.0)
             for j in range(C):
                 column = tl.sum(tl.where(i[None, :] == j, E, 0.0), 1)
-                grad += column[:, None] * row(x, j, C)[None, :] * tl.exp(tl.minimum(a - row(a, j, C)[None, :], 0.0))
+                grad += column[:, None] * row(x, j, C)[None, :] * from_row(coarse, fine, j, C)
         else:
-            grad += tl.dot((E * decay_matrix(a, C)).to(DOT), x.to(DOT), input_precision=PRECISION)
+            grad += tl.dot((E * decay_matrix(coarse, fine, C)).to(DOT), x.to(DOT), input_precision=PRECISION)
         store_tile(dq, grad * factor, start, end, H * K, 0, K, C, BK)
         if dqs is not None:
             store_numbers(dqs + part * H, tl.sum(z * grad, 1) * scale, start, end, H, h, C)
@@ -92,8 +96,8 @@ def query_kernel(
                 store_tile(dg + (part * H + h) * K, z * grad * factor, start, end, H * K, 0, K, C, BK)
             else:
                 store_numbers(dg + part * H, tl.sum(z * grad * factor, 1), start, end, H, h, C)
-        x *= rows_of(tl.exp(total_of(all_a, CHANNEL) - a), CHANNEL)
-        S = S * keys_of(tl.exp(all_a), CHANNEL) + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
+        x *= keep
+        S = S * carry + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
 
 
 @triton.jit
@@ -135,19 +139,18 @@ def key_value_kernel(
         z *= load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None]
         x = raw_k * k_factor
         y = (raw_v * v_factor).to(DOT)
-        a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
-        keep = rows_of(tl.exp(total_of(all_a, CHANNEL) - a), CHANNEL)
+        since, keep, carry, _all, coarse, fine = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
         E = tl.dot(e, tl.trans(y), input_precision=PRECISION)
         grad_k = tl.dot(y, tl.trans(D.to(DOT)), input_precision=PRECISION) * keep
         if CHANNEL:
-            P = channel_scores(z, x, a, C) * scale
+            P = channel_scores(z, x, coarse, fine, C) * scale
             i = tl.arange(0, C)
             E = tl.where(i[:, None] >= i[None, :], E, 0.0) * scale
             for t in range(C):
                 weight = tl.sum(tl.where(i[:, None] == t, E, 0.0), 0)
-                grad_k += weight[:, None] * row(z, t, C)[None, :] * tl.exp(tl.minimum(row(a, t, C)[None, :] - a, 0.0))
+                grad_k += weight[:, None] * row(z, t, C)[None, :] * to_row(coarse, fine, t, C)
         else:
-            A = decay_matrix(a, C) * scale
+            A = decay_matrix(coarse, fine, C) * scale
             P = tl.dot(z.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) * A
             E *= A
             grad_k += tl.dot(tl.trans(E.to(DOT)), z.to(DOT), input_precision=PRECISION)
@@ -171,14 +174,14 @@ def key_value_kernel(
                 change = load_numbers(dg + part * H, start, end, H, h, 0.0, C) - tl.sum(x * grad_k, 1)
                 store_numbers(dg + part * H, crossing + tl.sum(change, 0) - tl.cumsum(change, 0) + change, start, end, H, h, C)
             crossing += tl.sum(change, 0)
-        z *= rows_of(tl.exp(a), CHANNEL) * scale
-        D = D * keys_of(tl.exp(all_a), CHANNEL) + tl.dot(tl.trans(z.to(DOT)), e, input_precision=PRECISION)
+        z *= since * scale
+        D = D * carry + tl.dot(tl.trans(z.to(DOT)), e, input_precision=PRECISION)
 
 
 def backward(
     q, k, v, g, qs, ks, vs, do, dfinal, memory, total, final, cut: Segments, tile: Tile, scale: float, *, need_dg: bool
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, query_scale, key_scale, value_scale and the initial state; None for a coefficient not given. T ≥ 1."""
+    """Gradients of q, k, v, log_decay, query_scale, key_scale, value_scale and initial state; None for a coefficient not given. T ≥ 1."""
     (B, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
     channel = g is not None and g.dim() == 4
     need_dg = need_dg and g is not None

@@ -35,40 +35,33 @@ from fastweights.ops.tiles_triton import padded
 
 @triton.jit
 def load_decay(g, start, end, h, H, G, K, C: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
-    """Running sum of log decays in a chunk, and their total: ``[C], []`` per head, ``[C, BK], [BK]`` per channel."""
-    if CHANNEL:
+    """The decays of a chunk, from the logs g.
+
+    Returns those since the chunk's start and those from each token to the end, made to multiply ``[C, K]``; that of the whole, made to
+    multiply a memory ``[K, V]``; and its log, a number or ``[K]``. Last the running sum of logs in two parts, which keep all digits where a
+    −50 stands among small numbers: multiples of 1/16, whose sums are exact, and the rest, whose sums stay small.
+    """
+    if CHANNEL:  # noqa: SIM108
         x = load_tile(g + (h // G) * K, start, end, (H // G) * K, 0, K, C, BK)
-        return tl.cumsum(x, 0), tl.sum(x, 0)
     else:
         x = load_numbers(g, start, end, H, h, 0.0, C)
-        return tl.cumsum(x, 0), tl.sum(x, 0)
-
-
-@triton.jit
-def rows_of(x, CHANNEL: tl.constexpr):
-    """A decay made to multiply ``[C, K]``: per token from ``[C]``, or ``[C, K]`` as it is."""
+    x = tl.maximum(x, -1e4)  # exp is 0 there, and −∞ − (−∞) would be no number
+    coarse = tl.floor(x * 16.0) * 0.0625
+    fine = x - coarse
+    total_coarse = tl.sum(coarse, 0)
+    total_fine = tl.sum(fine, 0)
+    coarse = tl.cumsum(coarse, 0)
+    fine = tl.cumsum(fine, 0)
+    total = total_coarse + total_fine
+    since = tl.exp(coarse + fine)
     if CHANNEL:
-        return x
+        keep = tl.exp((total_coarse[None, :] - coarse) + (total_fine[None, :] - fine))
+        carry = tl.exp(total)[:, None]
     else:
-        return x[:, None]
-
-
-@triton.jit
-def keys_of(x, CHANNEL: tl.constexpr):
-    """A total decay made to multiply a memory ``[K, V]``: ``[K, 1]`` from ``[K]``, or a number as it is."""
-    if CHANNEL:
-        return x[:, None]
-    else:
-        return x
-
-
-@triton.jit
-def total_of(x, CHANNEL: tl.constexpr):
-    """A total made to subtract from it a running sum: ``[1, K]`` from ``[K]``, or a number as it is."""
-    if CHANNEL:
-        return x[None, :]
-    else:
-        return x
+        keep = tl.exp((total_coarse - coarse) + (total_fine - fine))[:, None]
+        carry = tl.exp(total)
+        since = since[:, None]
+    return since, keep, carry, total, coarse, fine
 
 
 @triton.jit
@@ -78,12 +71,18 @@ def row(x, j, C: tl.constexpr):
 
 
 @triton.jit
-def channel_scores(q, k, g, C: tl.constexpr):
+def from_row(coarse, fine, j, C: tl.constexpr):
+    """``exp(g_i − g_j)`` per channel ``[C, K]``; 1 for i < j, where it is not looked at."""
+    return tl.exp(tl.minimum((coarse - row(coarse, j, C)[None, :]) + (fine - row(fine, j, C)[None, :]), 0.0))
+
+
+@triton.jit
+def channel_scores(q, k, coarse, fine, C: tl.constexpr):
     """``P[i, j] = Σ_κ q_iκ k_jκ exp(g_iκ − g_jκ)`` for j ≤ i, else 0."""
     i = tl.arange(0, C)
     P = tl.zeros([C, C], tl.float32)
     for j in range(C):
-        column = tl.sum(q * row(k, j, C)[None, :] * tl.exp(tl.minimum(g - row(g, j, C)[None, :], 0.0)), 1)
+        column = tl.sum(q * row(k, j, C)[None, :] * from_row(coarse, fine, j, C), 1)
         P = tl.where(i[None, :] == j, column[:, None], P)
     return tl.where(i[:, None] >= i[None, :], P, 0.0)
 
@@ -116,8 +115,8 @@ def scan_kernel(
 @triton.jit
 def contribution_kernel(
     k, v, g, ks, vs, out, total, table, T, L, H, G, k_stride, v_stride, ks_heads, vs_heads, scale,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr,
+    CHANNEL: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a segment alone adds to the memory after it; REVERSE (k, v are q, do): to the gradient of the memory before it."""
     pid = tl.program_id(0)
@@ -134,12 +133,12 @@ def contribution_kernel(
         y = load_tile(v, start, end, v_stride, block * BV, V, C, BV).to(tl.float32)
         x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
-        a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
+        since, keep, carry, all_a, _c, _f = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
         if REVERSE:
-            x *= rows_of(tl.exp(a + total_of(passed, CHANNEL)), CHANNEL)
+            x *= since * (tl.exp(passed)[None, :] if CHANNEL else tl.exp(passed))
         else:
-            x *= rows_of(tl.exp(total_of(all_a, CHANNEL) - a), CHANNEL)
-            S *= keys_of(tl.exp(all_a), CHANNEL)
+            x *= keep
+            S *= carry
         S += tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
         passed += all_a
     base = s.to(tl.int64) * H + h
@@ -176,16 +175,16 @@ def output_kernel(
         x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
         z *= load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None]
-        a, all_a = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
+        since, keep, carry, _all, coarse, fine = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
         if CHANNEL:
-            P = channel_scores(z, x, a, C)
+            P = channel_scores(z, x, coarse, fine, C)
         else:
-            P = tl.dot(z.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) * decay_matrix(a, C)
-        out = tl.dot((z * rows_of(tl.exp(a), CHANNEL)).to(DOT), S.to(DOT), input_precision=PRECISION)
+            P = tl.dot(z.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) * decay_matrix(coarse, fine, C)
+        out = tl.dot((z * since).to(DOT), S.to(DOT), input_precision=PRECISION)
         out += tl.dot(P.to(DOT), y.to(DOT), input_precision=PRECISION)
         store_tile(o, out * scale, start, end, H * V, block * BV, V, C, BV)
-        x *= rows_of(tl.exp(total_of(all_a, CHANNEL) - a), CHANNEL)
-        S = S * keys_of(tl.exp(all_a), CHANNEL) + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
+        x *= keep
+        S = S * carry + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
 
 
 def heads_in(x: Tensor | None) -> int:

@@ -18,7 +18,7 @@ TILES: dict[tuple[int, int], Tile] = {
     **{(4, size): Tile(32, 64, 4, 1) for size in (16, 32, 64, 128)},
     (4, 256): Tile(16, 64, 4, 1),
 }
-"""By the bytes of an operand (float16 is read as four, see `operand`) and padded K, for a decay per head. Replace an entry to try another."""
+"""By the bytes of an operand (float16 is read as four: `operand`) and padded K, for a decay per head. Replace an entry to try another."""
 CHANNEL_TILE = Tile(16, 64, 4, 1)
 """For a decay per channel; its chunk has to stay 16."""
 SMALL_TILE = Tile(16, 64, 4, 1)
@@ -43,7 +43,7 @@ def chunk_decay_triton(
     cu_seqlens: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_decay`, with kernels: ``o [B, T, Hv, V]`` in v's dtype and ``S [R, Hv, K, V]`` float32. ``tile`` overrides the table."""
+    """As `reference_decay`, with kernels: ``o [B, T, Hv, V]`` in v's dtype and ``S [R, Hv, K, V]`` float32. ``tile`` replaces the table."""
     g, ks, vs, qs = (
         None if x is None else x.float().contiguous() for x in (coef.log_decay, coef.key_scale, coef.value_scale, coef.query_scale)
     )

@@ -1,8 +1,8 @@
 """What the decay and CCQ kernels share: how tokens are cut into segments, and how tiles are read and written.
 
-A *segment* is up to L tokens of one document. Segments run in parallel; inside one, chunks of C tokens follow each other with the memory in
-registers. A scan over the segments' own contributions gives each segment the memory it starts from. So the memory goes through device memory
-once every L tokens, and a single long sequence still fills the card.
+A *segment* is up to L tokens of one document. Segments run in parallel; inside one, chunks of C tokens follow each other with the memory
+in registers. A scan over the segments' own contributions gives each segment the memory it starts from. So the memory goes through device
+memory once every L tokens, and a single long sequence still fills the card.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Segments(NamedTuple):
     rows: int
     """R."""
     table: Tensor | None
-    """With documents: for each segment its row, first token, the token after its last, and the token after its document's last ``[count, 4]``."""
+    """With documents: each segment's row, first token, the token after its last, and the one after its document's last ``[count, 4]``."""
     first: Tensor | None
     """With documents: the first segment of every row, and their number ``[R + 1]``."""
 
@@ -162,7 +162,8 @@ def store_memory(base, S, column, K, V, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def decay_matrix(g, C: tl.constexpr):
-    """``A[t, j] = exp(g_t − g_j)`` for j ≤ t, else 0, from the running sum g of log decays."""
+def decay_matrix(coarse, fine, C: tl.constexpr):
+    """``A[t, j] = exp(g_t − g_j)`` for j ≤ t, else 0, from the running sum g of log decays in two parts (see `load_decay`)."""
     i = tl.arange(0, C)
-    return tl.exp(tl.where(i[:, None] >= i[None, :], g[:, None] - g[None, :], -float("inf")))
+    g = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    return tl.exp(tl.where(i[:, None] >= i[None, :], g, -float("inf")))

@@ -1,0 +1,133 @@
+"""The ``decay`` kernels in Triton's interpreter, at small sizes; tests/gpu runs the grid, and every entry of the table, on a card."""
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fastweights.notation import Coefficients
+from fastweights.ops.decay.chunk_triton import chunk_decay_triton, decay_forward
+from fastweights.ops.decay.recurrent import recurrent_decay
+from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length
+from fastweights.ops.decay.step_triton import decay_step_triton_
+from fastweights.ops.dispatch import decay, explain
+from fastweights.ops.reference import reference_decay
+from tests.ops.grid import DECAY, Case, check, compare, make, run, sample
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
+
+SPLIT = Tile(16, 16, 1, 1, 32)
+"""Segments of two chunks; columns shared among programs where V > 16."""
+WHOLE = Tile(16, 128, 1, 1, 64)
+SMALL = {
+    **DECAY,
+    "T": (65, 0, 1, 17, 100),
+    "K": (16, 20),
+    "V": (16, 20, 40),
+    "dtype": (torch.float32, torch.float16),
+    "heads": ((1, 1), (1, 3), (2, 2)),
+    "decay": tuple(kind for kind in DECAY["decay"] if kind is None or "extreme" not in kind),
+}
+
+
+@pytest.mark.parametrize("tile", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("case", sample(SMALL, quick=16))
+def test_chunk_is_the_reference(case, tile):
+    check(partial(chunk_decay_triton, tile=tile), reference_decay, make(case))
+
+
+@pytest.mark.parametrize("decay", [None, "mixed", "channel mixed"])
+def test_gradients_of_all_operands_through_groups_segments_and_documents(decay):
+    case = Case(T=65, K=16, V=20, heads=(1, 2), rows="packed", decay=decay, beta=None, scales=("Hv", "Hk", "Hk"))
+    check(partial(chunk_decay_triton, tile=SPLIT), reference_decay, make(case))
+
+
+@pytest.mark.parametrize("decay", ["extreme", "channel extreme"])
+def test_shut_gates(decay):
+    """Every true gradient of log decay is below 1e-20 here; the kernels' is a difference of sums, right to the digits of the sums."""
+    x = make(Case(T=40, K=16, V=16, heads=(1, 1), decay=decay, beta=None))
+    got, plain, exact = run(partial(chunk_decay_triton, tile=SPLIT), x), run(reference_decay, x), run(reference_decay, x.to(torch.float64))
+    sums = (exact["o"] * x.grad_o).sum(-1).abs().sum() + (exact["final state"] * x.grad_state).sum().abs()
+    assert (got.pop("grad log_decay") - exact.pop("grad log_decay")).abs().max() <= 4 * torch.finfo(torch.float32).eps * sums
+    plain.pop("grad log_decay")
+    compare(got, plain, exact)
+
+
+def test_documents_do_not_touch_each_other():
+    x = make(Case(T=60, K=16, V=16, heads=(1, 1), rows="packed", beta=None))
+    other = type(x)(**{**vars(x), "k": x.k.clone()})
+    end = int(x.cu_seqlens[4])
+    other.k[:, 1:end] = 1.0
+    before, after = (run(partial(chunk_decay_triton, tile=SPLIT), p) for p in (x, other))
+    for name in ("o", "grad q", "grad k", "grad v", "grad log_decay"):
+        assert torch.equal(before[name][:, end:], after[name][:, end:]), name
+    assert not torch.equal(before["o"][:, :end], after["o"][:, :end])
+
+
+@pytest.mark.parametrize("lengths", [[0], [5], [0, 0, 3, 16, 17, 0, 40, 0], [64, 1, 0, 32]])
+def test_segments_hold_every_token_once(lengths):
+    """Every token lies in one segment of its own document, in order, and the first segment of every row is where it is said to be."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    cut = cut_segments(1, sum(lengths), 16, bounds)
+    held = [(int(row), range(int(start), int(end))) for row, start, end, _ in cut.table[: int(cut.first[-1])]]
+    assert [t for _, tokens in held for t in tokens] == list(range(sum(lengths)))
+    for row, tokens in held:
+        assert bounds[row] <= tokens.start < tokens.stop <= bounds[row + 1] and len(tokens) <= 16
+    for row in range(len(lengths)):
+        assert [r for r, _ in held[int(cut.first[row]) : int(cut.first[row + 1])]] == [row] * -(-lengths[row] // 16)
+    assert all(start >= end for _, start, end, _ in cut.table[int(cut.first[-1]) :].tolist())
+
+
+def test_segments_fill_the_card_and_no_more():
+    tile = Tile(64, 64, 4, 2)
+    assert segment_length(131_072, 4, tile) == segment_length(65_536, 8, tile) == 1024  # 512 programs
+    assert segment_length(512, 4, tile) == 64
+    assert segment_length(1 << 26, 64, tile) == 4096
+
+
+def test_fake_shapes_are_the_real_ones():
+    x = make(Case(T=40, K=20, V=24, heads=(1, 2), rows="packed", dtype=torch.float16, beta=None))
+    args = (x.q, x.k, x.v, x.coef.log_decay, None, x.coef.key_scale, x.coef.value_scale, x.state, x.cu_seqlens, 0.5, list(SPLIT))
+    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    torch.library.opcheck(decay_forward, leaves, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+@pytest.mark.compile
+def test_compiles_into_one_graph():
+    x = make(Case(T=20, K=16, V=16, heads=(1, 2), scales=("Hk", "Hk", "Hk"), beta=None))
+    form = partial(chunk_decay_triton, tile=SPLIT)
+    eager, graph = run(form, x), run(torch.compile(form, fullgraph=True, backend="aot_eager"), x)
+    assert all(torch.equal(eager[name], graph[name]) for name in eager)
+    step = torch.compile(decay_step_triton_, fullgraph=True, backend="aot_eager")
+    state, same = x.state.clone(), x.state.clone()
+    assert torch.equal(step(x.q, x.k, x.v, x.coef, state), decay_step_triton_(x.q, x.k, x.v, x.coef, same))
+    assert torch.equal(state, same) and not torch.equal(state, x.state)
+
+
+@pytest.mark.parametrize("kind", [None, "mixed", "channel mixed"])
+@pytest.mark.parametrize("T, heads, K, V", [(1, (1, 1), 16, 16), (3, (2, 4), 20, 40)])
+def test_step_is_the_recurrence(T, heads, K, V, kind):
+    x = make(Case(T=T, K=K, V=V, heads=heads, rows="two", scales=("Hv", "Hk", "Hk"), layout="strided", decay=kind, beta=None))
+    exact = reference_decay(*(y.double() for y in (x.q, x.k, x.v)), Coefficients(*x.coef), scale=x.scale, state=x.state.double())
+    plain = recurrent_decay(x.q, x.k, x.v, x.coef, scale=x.scale, state=x.state)
+    state = x.state.clone()
+    o = decay_step_triton_(x.q, x.k, x.v, x.coef, state, scale=x.scale)
+    compare(*(dict(zip(("o", "final state"), pair, strict=True)) for pair in ((o, state), plain, exact)))
+
+
+def test_step_refuses_a_state_it_cannot_write():
+    x = make(Case(T=1, K=16, V=16, beta=None))
+    with pytest.raises(ValueError, match="dense float32 state"):
+        decay_step_triton_(x.q, x.k, x.v, x.coef, x.state.mT)
+
+
+def test_dispatch_reaches_the_kernels():
+    x = make(Case(T=20, K=16, V=16, heads=(1, 1), beta=None))
+    assert explain("decay", x.q, x.k, x.v, x.coef, backend="triton") == "decay: chunk form, triton backend: asked for"
+    o, _ = decay(x.q, x.k, x.v, x.coef, backend="triton")
+    assert torch.equal(o, chunk_decay_triton(x.q, x.k, x.v, x.coef)[0])
+    wide = make(Case(T=1, K=300, V=16, heads=(1, 1), beta=None))
+    with pytest.raises(ValueError, match="K up to 256, and K is 300"):
+        decay(wide.q, wide.k, wide.v, wide.coef, backend="triton")
