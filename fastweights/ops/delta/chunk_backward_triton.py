@@ -7,8 +7,9 @@ first with dSᵀ in registers, as the forward does with Sᵀ:
     dS = exp(g_C) dS' + scale · Q̂ᵀ (exp(g) ∘ do) − K̂ᵀ (β exp(g) ∘ dR)
 
 and `gradient_kernel` makes all the rest of one chunk, every chunk at once. Two [C, C] products carry everything inside a chunk:
-E = (do Uᵀ) for the scores and F = −(dR Uᵀ) for A, both under the decays. The decay's gradient needs no product of its own: what multiplies
-exp(g_t) by a query or as an error's key raises g_t, what multiplies exp(−g_j) as a written key lowers g_j.
+E = (do Uᵀ) for the scores and F = −(dR Uᵀ) for A, both under the decays. A gate's gradient is a sum over what passes it: pairs of a
+token j before it and i after (or at) it, the old memory read after it, writes before it that reach the chunk's end, and the old memory
+at the end. Only these are summed, so a gate that shuts (−50) gets its gradient of e^−50 and not the noise of what does not pass it.
 """
 
 from __future__ import annotations
@@ -160,33 +161,39 @@ def gradient_kernel(
 
     keys = tl.load(k + batch * k_batch + h // G * k_head + t[:, None] * k_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
     queries = tl.load(q + batch * q_batch + h // G * q_head + t[:, None] * q_token + kk[None, :], mask=keyed, other=0.0).to(DOT)
-    under = decays(rates + base * RATES * C, C)
-    E *= under
-    F = tl.where(i[:, None] > i[None, :], -F * under, 0.0)
-    in_chunk = tl.dot((F * kscale[None, :]).to(DOT), keys, input_precision=PRECISION)
-    from_read = tl.dot((E * kscale[None, :]).to(DOT), keys, from_read * left[:, None], input_precision=PRECISION)
-    from_write *= to_end[:, None]
     x = keys.to(tl.float32)
     y = queries.to(tl.float32)
-    total = tl.sum(tl.sum(from_write * x, 1) * kscale, 0)  # what raises g at the end of the chunk
-    total += tl.exp(all_coarse + all_fine) * tl.sum(passed, 0)
+    under = decays(rates + base * RATES * C, C)
+    below = i[:, None] > i[None, :]
+    E *= under
+    F = tl.where(below, -F * under, 0.0)
+    from_read *= left[:, None]
+    from_error *= -left[:, None]
+    from_write *= to_end[:, None]
+    if dg is not None:
+        pairs = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * tl.where(below, E * qscale[:, None], 0.0)
+        pairs += tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * F * (b * kscale)[:, None]
+        before = tl.where(i[:, None] < i[None, :], 1.0, 0.0).to(DOT)
+        passing = tl.dot((pairs * kscale[None, :]).to(DOT), before, input_precision=PRECISION)  # [i, t]: pairs (i, j) with j < t
+        passing += (tl.sum(from_read * y, 1) * qscale + tl.sum(from_error * x, 1) * b * kscale)[:, None]
+        written = tl.sum(from_write * x, 1) * kscale
+        at_end = tl.exp(all_coarse + all_fine) * tl.sum(passed, 0)
+        gate = tl.sum(tl.where(i[:, None] >= i[None, :], passing, written[:, None]), 0) + at_end
+        add_up(dg, gate, tile, tokens, number, H, h, live)
+    from_error = tl.dot((F * kscale[None, :]).to(DOT), keys, from_error, input_precision=PRECISION)  # before β
+    from_read = tl.dot((E * kscale[None, :]).to(DOT), keys, from_read, input_precision=PRECISION)
     from_write = tl.dot(tl.trans((E * qscale[:, None]).to(DOT)), queries, from_write, input_precision=PRECISION)
     from_write = tl.dot(tl.trans((F * (b * kscale)[:, None]).to(DOT)), keys, from_write, input_precision=PRECISION)
-    error = in_chunk - from_error * left[:, None]  # as the key of an error, before β
 
-    dquery = tl.sum(from_read * y, 1)
-    derror = tl.sum(error * x, 1)
-    dwrite = tl.sum(from_write * x, 1)
-    v_scale = numbers(vs, number, vs_heads, h, H, live, 1.0)
     place = (number * H + h)[:, None] * K + kk[None, :]
     tl.store(dq + place, (from_read * qscale[:, None]).to(dq.dtype.element_ty), mask=keyed)
-    tl.store(dk + place, ((error * b[:, None] + from_write) * kscale[:, None]).to(dk.dtype.element_ty), mask=keyed)
-    add_up(dqs, dquery * scale, tile, tokens, number, H, h, live)
-    add_up(dks, derror * b + dwrite, tile, tokens, number, H, h, live)
+    tl.store(dk + place, ((from_error * b[:, None] + from_write) * kscale[:, None]).to(dk.dtype.element_ty), mask=keyed)
+    derror = tl.sum(from_error * x, 1)
+    v_scale = numbers(vs, number, vs_heads, h, H, live, 1.0)
+    add_up(dqs, tl.sum(from_read * y, 1) * scale, tile, tokens, number, H, h, live)
+    add_up(dks, derror * b + tl.sum(from_write * x, 1), tile, tokens, number, H, h, live)
     add_up(dvs, b * read_value, tile, tokens, number, H, h, live)
     add_up(dbeta, v_scale * read_value + kscale * derror, tile, tokens, number, H, h, live)
-    rise = qscale * dquery + kscale * (b * derror - dwrite)
-    add_up(dg, tl.cumsum(rise, 0, reverse=True) + total, tile, tokens, number, H, h, live)
 
 
 def backward(
