@@ -50,7 +50,7 @@ def delta_step_(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, state: Tens
     return _step(q, k, v, *coef, state, scale)
 
 
-@torch.library.custom_op("fastweights::delta_step_", mutates_args=("state",))
+@torch.library.custom_op("fastweights::delta_step_torch_", mutates_args=("state",))
 def _step(
     q: Tensor,
     k: Tensor,
