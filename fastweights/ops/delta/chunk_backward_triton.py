@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, join, numbers, plan, walk
+from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, heads_of, join, numbers, plan, walk
 from fastweights.ops.tiles_triton import Pieces, first_piece, locate, padded
 
 
@@ -225,7 +225,7 @@ def backward(
     dbeta, dg, dks, dvs, dqs = (None if x is None else rates.new_empty(NK, B, T, H) for x in (beta, log_decay, ks, vs, qs))
     gradient_kernel[(way.chunks.count * H * NK,)](
         q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, way.chunks.owner, cu_seqlens,
-        B * T, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if vs is None else vs.shape[2], scale,
+        B * T, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads_of(vs), scale,
         C=tiles.chunk, BK=BK, BV=BV, NK=NK, RATES=RATES,
         PRECISION=way.precision, STAGES=tiles.gradient_stages, num_warps=tiles.gradient_warps,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def decays(number, C: tl.constexpr):
 
 @triton.jit
 def rates_kernel(
-    beta, log_decay, ks, vs, qs, rates, owner, bounds, T, H, G, ks_heads, vs_heads, scale,
+    beta, log_decay, ks, vs, qs, rates, owner, bounds, T, H, ks_heads, vs_heads, qs_heads, scale,
     C: tl.constexpr, BH: tl.constexpr, NH: tl.constexpr, RATES: tl.constexpr,
 ):  # fmt: skip
     """The rates ``[chunks, H, RATES, C]`` of one chunk and up to BH value heads."""
@@ -70,7 +70,7 @@ def rates_kernel(
     b = numbers(beta, token, H, h, H, live, 1.0)
     kscale = numbers(ks, token, ks_heads, h, H, live, 1.0)
     vscale = numbers(vs, token, vs_heads, h, H, live, 1.0)
-    qscale = numbers(qs, token, H // G, h, H, live, 1.0) * scale
+    qscale = numbers(qs, token, qs_heads, h, H, live, 1.0) * scale
     log_a = tl.maximum(numbers(log_decay, token, H, h, H, live, 0.0), -1e4)  # exp is 0 there, and −∞ − (−∞) would be no number
     coarse = tl.floor(log_a * 16) / 16
     fine = log_a - coarse
@@ -315,6 +315,10 @@ def plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, tiles: Tile
     return Plan(chunks, segments, whole, split, tiles, *operand(q.dtype, k.dtype, v.dtype))
 
 
+def heads_of(x: Tensor | None) -> int:
+    return 0 if x is None else x.shape[2]
+
+
 def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles):
     """``o``, the final state; for the backward L⁻¹, P, the rates, and where rows have segments their starts and maps (else empty)."""
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
@@ -326,8 +330,7 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     rates = torch.empty(chunks, H, RATES, C, dtype=torch.float32, device=k.device)
     BH = min(16, triton.next_power_of_2(H))
     rates_kernel[(chunks * triton.cdiv(H, BH),)](
-        beta, log_decay, ks, vs, qs, rates, way.chunks.owner, cu_seqlens, T, H, H // Hk,
-        0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale,
+        beta, log_decay, ks, vs, qs, rates, way.chunks.owner, cu_seqlens, T, H, *map(heads_of, (ks, vs, qs)), scale,
         C=C, BH=BH, NH=triton.cdiv(H, BH), RATES=RATES, num_warps=4,
     )  # fmt: skip
     prepare_kernel[(chunks * H,)](

@@ -35,7 +35,7 @@ def one(base, token, heads, h, H, other):
 @triton.jit
 def step_kernel(
     q, k, v, beta, log_decay, ks, vs, qs, state, o, T, H, G, K, V,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, ks_heads, vs_heads, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, ks_heads, vs_heads, qs_heads, scale,
     BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % NV
@@ -52,7 +52,7 @@ def step_kernel(
     for t in range(T):
         token = row * T + t
         key = tl.load(k + t * k_token, mask=kk < K, other=0.0).to(tl.float32) * one(ks, token, ks_heads, h, H, 1.0)
-        query = tl.load(q + t * q_token, mask=kk < K, other=0.0).to(tl.float32) * (one(qs, token, H // G, h, H, 1.0) * scale)
+        query = tl.load(q + t * q_token, mask=kk < K, other=0.0).to(tl.float32) * (one(qs, token, qs_heads, h, H, 1.0) * scale)
         value = tl.load(v + t * v_token, mask=vv < V, other=0.0).to(tl.float32) * one(vs, token, vs_heads, h, H, 1.0)
         a = tl.exp(one(log_decay, token, H, h, H, 0.0))
         b = one(beta, token, H, h, H, 1.0)
@@ -87,7 +87,7 @@ def _step(
         return o
     step_kernel[(B * H * NV,)](
         q, k, v, beta, log_decay, ks, vs, qs, state, o, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if ks is None else ks.shape[2], 0 if vs is None else vs.shape[2], scale, BK=padded(K), BV=BV, NV=NV, num_warps=warps,
+        *(0 if x is None else x.shape[2] for x in (ks, vs, qs)), scale, BK=padded(K), BV=BV, NV=NV, num_warps=warps,
     )  # fmt: skip
     return o
 
