@@ -1,7 +1,8 @@
 """The only place that picks form and backend of a recurrence; `explain` says what would run, and why.
 
-Forms: a few tokens go through the recurrent form, more through the chunkwise one. Backends: "reference" (the loop that defines the op),
-"torch" (anywhere), "triton" (CUDA, or the CPU under Triton's interpreter when asked for). "auto" takes Triton where it can run, else torch.
+Forms: a batch of a few tokens goes through the recurrent form, all else through the chunkwise one. Backends: "reference" (the loop that
+defines the op), "torch" (anywhere), "triton" (CUDA, or the CPU under Triton's interpreter when asked for). "auto" takes Triton where it can
+run, else torch.
 
 A Triton twin lives in ``ops/<family>/chunk_triton.py`` as ``chunk_<family>_triton`` with the signature of every form, and in
 ``ops/<family>/step_triton.py`` as ``<family>_step_triton_``. Each of the two modules says what its kernels cannot take in
@@ -121,13 +122,13 @@ def explain(
 ) -> str:
     """What `delta` or `decay` (``family``) would run for these operands, and why. Raises as they would."""
     check_memory(family, q, k, v, coef, cu_seqlens=cu_seqlens)
-    form, backend, reason = _choose(family, q, k, v, coef, backend)
+    form, backend, reason = _choose(family, q, k, v, coef, cu_seqlens, backend)
     return f"{family}: {form} form, {backend} backend: {reason}"
 
 
 def _run(family, q, k, v, coef, scale, state, cu_seqlens, backend, validate):
     check_memory(family, q, k, v, coef, state=state, cu_seqlens=cu_seqlens, validate=validate)
-    form, backend, _ = _choose(family, q, k, v, coef, backend)
+    form, backend, _ = _choose(family, q, k, v, coef, cu_seqlens, backend)
     call = _triton_form(family, form) if backend == "triton" else _FORMS[family, form]
     with outside_autocast(q):
         o, state = call(q, k, v, coef, scale=scale, state=state, cu_seqlens=cu_seqlens)
@@ -144,7 +145,7 @@ def _step(family, q, k, v, coef, state, scale, backend, validate):
         return call(q, k, v, coef, state, scale=scale)
 
 
-def _choose(family, q, k, v, coef, backend) -> tuple[str, str, str]:
+def _choose(family, q, k, v, coef, cu_seqlens, backend) -> tuple[str, str, str]:
     """Form, backend and the reason for them."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
@@ -157,7 +158,8 @@ def _choose(family, q, k, v, coef, backend) -> tuple[str, str, str]:
         if refusal is None:
             return "chunk", "triton", "asked for" if backend == "triton" else "its kernels take these operands"
         why_not = refusal
-    return ("recurrent" if q.shape[1] <= FEW else "chunk"), "torch", why_not
+    few = cu_seqlens is None and q.shape[1] <= FEW
+    return ("recurrent" if few else "chunk"), "torch", why_not
 
 
 def why_not_triton(family: str, form: str, backend: str, *operands: Any) -> str | None:
@@ -181,7 +183,6 @@ def _triton_form(family: str, form: str) -> Callable[..., Any]:
     return getattr(twin(family, form), name)
 
 
-@torch.compiler.assume_constant_result
 def twin(family: str, form: str) -> ModuleType | str:
     """The module of the Triton twin, or why there is none."""
     if importlib.util.find_spec("triton") is None:
@@ -190,3 +191,7 @@ def twin(family: str, form: str) -> ModuleType | str:
     if importlib.util.find_spec(module) is None:
         return f"{form}_{family} has no Triton twin yet"
     return importlib.import_module(module)
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo, and with it Triton, for everyone who imports us.
+twin._dynamo_marked_constant = True  # type: ignore[attr-defined]

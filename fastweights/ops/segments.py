@@ -76,7 +76,7 @@ class Segments:
         alive = (len(chunks) - ended[:-1]).tolist()
         return Segments(batch, tokens, chunk, len(chunks), alive, documents=(starts[order], lengths[order]), order=order)
 
-    @cached_property
+    @property
     def steps(self) -> list[slice]:
         """For every moment the slice of chunks that hold it; chunk ``step.start + i`` belongs to sorted row ``top + i``."""
         bounds = [0]

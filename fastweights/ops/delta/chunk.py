@@ -67,8 +67,8 @@ def _forward(
     """o and the final state; for the backward (empty unless ``keep``) the inverses, the errors E, and the memory before each chunk."""
     (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
     segments = Segments.of(B, T, cu_seqlens, CHUNK)
-    M, C = (segments.chunks * Hv if keep else 0), segments.chunk
-    inverses, errors, memories = (v.new_empty(shape, dtype=real) for shape in ((M, C, C), (M, C, V), (M, K, V)))
+    C = segments.chunk
+    inverses, errors, memories = _kept(keep, v, segments.chunks * Hv, C, K)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     S = v.new_zeros((segments.rows, Hv, K, V), dtype=real) if state is None else segments.sort(state.to(real))
     for span in segments.spans(max(SPAN // Hv, 1)):
@@ -84,8 +84,8 @@ def _forward(
             if before is not None:
                 before[step] = now
             z = torch.bmm(y, now).mul_(x.reach[step])
-            known = torch.sub(e_, z[:, C:], out=z[:, C:])
-            torch.bmm(inverse_, known, out=e_)
+            right = torch.sub(e_, z[:, C:], out=z[:, C:])
+            torch.bmm(inverse_, right, out=e_)
             torch.baddbmm(z[:, :C], P_, e_, out=reads_)
             now.mul_(x.total[step]).baddbmm_(y[:, C:].mT, e_ * x.weight[step])
         if keep:
@@ -96,17 +96,25 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, scale, keep):
-    (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
+    (B, T, Hv, V), K = v.shape, k.shape[3]
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if cu_seqlens is None:
+    M: int | torch.SymInt
+    C: int | torch.SymInt
+    if not keep or cu_seqlens is None:
         C = fit(CHUNK, T)
-        size: tuple = (B * -(-T // C) * Hv, C)
-    else:
+        M = B * -(-T // C) * Hv
+    else:  # the number of chunks depends on the values in cu_seqlens
         context = torch.library.get_ctx()
-        size = (context.new_dynamic_size(), context.new_dynamic_size())
-    M, C = size if keep else (0, CHUNK)
-    kept = (v.new_empty(shape, dtype=real) for shape in ((M, C, C), (M, C, V), (M, K, V)))
-    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty((rows, Hv, K, V), dtype=real), *kept
+        M, C = context.new_dynamic_size(), context.new_dynamic_size()
+    final = v.new_empty((rows, Hv, K, V), dtype=_real(q.dtype))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), final, *_kept(keep, v, M, C, K)
+
+
+def _kept(keep: bool, v: Tensor, M, C, K) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the inverses, the errors and the memories of M chunks; empty unless ``keep``."""
+    V, dtype = v.shape[3], _real(v.dtype)
+    shapes = ((M, C, C), (M, C, V), (M, K, V)) if keep else ((0,), (0,), (0,))
+    return v.new_empty(shapes[0], dtype=dtype), v.new_empty(shapes[1], dtype=dtype), v.new_empty(shapes[2], dtype=dtype)
 
 
 def _save(ctx, inputs, output):
