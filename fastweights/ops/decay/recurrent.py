@@ -1,9 +1,12 @@
-"""The ``decay`` recurrence token by token: the form for one token or a few, as in decoding.
+"""The ``decay`` recurrence token by token: the form for one token or a few, as in decoding, and a check on the chunkwise one.
 
 S_t = diag(a_t) S_{t-1} + k̂_t v̂_tᵀ,    o_t = scale · S_tᵀ q̂_t
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -24,27 +27,38 @@ def recurrent_decay(
 ) -> tuple[Tensor, Tensor]:
     """As `reference_decay`, all documents side by side: o ``[B, T, Hv, V]`` in v's dtype and S ``[R, Hv, K, V]``; differentiable."""
     B, T, Hv, V = v.shape
-    segments = Segments.of(B, T, cu_seqlens, chunk=1)
-    q_, k_, v_, a = _operands(q, k, v, coef, scale)
-    S = q_.new_zeros(segments.rows, Hv, k.shape[3], V) if state is None else state.to(q_.dtype)
-    S = segments.sort(S)
-    q_, k_, v_ = segments.cut(q_), segments.cut(k_), segments.cut(v_)  # [tokens, Hv, 1, …]
-    a = None if a is None else segments.cut(a)
-    reads, ended = [v_.new_empty(0, Hv, 1, V)], []
-    for step in segments.steps:
-        alive = step.stop - step.start
-        if alive < len(S):
-            ended.append(S[alive:])
-            S = S[:alive]
-        S = torch.addcmul(S if a is None else S * a[step].mT, k_[step].mT, v_[step])
-        reads.append(q_[step] @ S)
-    o = segments.join(torch.cat(reads), v.dtype)
-    return o, segments.unsort(torch.cat([S, *reversed(ended)]))
+    rows = B if cu_seqlens is None else len(cu_seqlens) - 1
+    segments = None if cu_seqlens is None else Segments.of(B, T, cu_seqlens, chunk=1)
+    operands = _operands(q, k, v, coef, scale)
+    S = operands[0].new_zeros(rows, Hv, k.shape[3], V) if state is None else state.to(operands[0].dtype)
+    S = S.clone() if segments is None else segments.sort(S)
+
+    def moments(x: Tensor | None) -> Iterable[Tensor | None]:
+        """At each moment the tokens of the rows that still have one, ``[rows, Hv, 1, …]``."""
+        if x is None:
+            return repeat(None, T)
+        if segments is None:
+            return x.unsqueeze(3).unbind(1)
+        tokens = segments.cut(x)
+        return [tokens[step] for step in segments.steps]
+
+    reads, ended = [], []
+    for q_, k_, v_, a in zip(*map(moments, operands), strict=False):
+        if len(q_) < len(S):
+            ended.append(S[len(q_) :])
+            S = S[: len(q_)]
+        S = torch.addcmul(S if a is None else S * a.mT, k_.mT, v_)
+        reads.append(q_ @ S)
+    if not reads:
+        return torch.empty_like(v), S
+    if segments is None:
+        return torch.cat(reads, dim=2).transpose(1, 2).to(v.dtype), S
+    return segments.join(torch.cat(reads), v.dtype), segments.unsort(torch.cat([S, *reversed(ended)]))
 
 
 @torch.no_grad()
 def decay_step_(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, state: Tensor, *, scale: float = 1.0) -> Tensor:
-    """`recurrent_decay` for inference: overwrites ``state [B, Hv, K, V]`` and returns o ``[B, T, Hv, V]`` in v's dtype."""
+    """`recurrent_decay` for inference: overwrites ``state [B, Hv, K, V]`` and returns o ``[B, T, Hv, V]`` in v's dtype; no gradients."""
     q_, k_, v_, a = _operands(q, k, v, coef, scale)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     for t in range(v.shape[1]):
