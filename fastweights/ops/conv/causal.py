@@ -6,6 +6,7 @@ The last tap sees the token itself. Before its first token a sequence sees its s
 zeros. So each sequence is laid out behind its state, and one convolution without padding runs over all.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from torch.nn import functional as F
 
 from fastweights.ops import dispatch
 from fastweights.ops.checks import DTYPES, check_cu_seqlens, check_dtype, check_same_device, check_shape
+
+PIECE = 2**17
+"""On a CPU about this many numbers are worked on at a time."""
 
 
 def causal_conv(
@@ -102,8 +106,11 @@ class _Layout(NamedTuple):
 @torch.library.custom_op("fastweights::causal_conv", mutates_args=())
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
     """``[B, W − 1 + T, Ch] -> [B, T, Ch]``."""
-    y = _taps(x, weight, bias)
-    return (F.silu(y, inplace=True) if activation else y).to(x.dtype)
+    y = x.new_empty(x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
+    for piece in _pieces(y):
+        z = _taps(x, weight, bias, piece)
+        y[:, piece] = F.silu(z, inplace=True) if activation else z
+    return y
 
 
 @_convolve.register_fake
@@ -114,18 +121,21 @@ def _(x, weight, bias, activation):
 @torch.library.custom_op("fastweights::causal_conv_backward", mutates_args=())
 def _convolve_backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, activation: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias (there is one even where bias is None)."""
-    real, (W, T) = _real(x), (weight.shape[1], dy.shape[1])
-    dy = dy.to(real)
-    if activation:
-        y = _taps(x, weight, bias)
-        s = y.sigmoid()
-        dy = dy * s.addcmul_(y.mul_(1 - s), s)  # silu' = s + y s (1 − s)
+    real = _real(x)
     dx = torch.zeros_like(x, dtype=real, memory_format=torch.contiguous_format)
-    dweight = torch.empty_like(weight, dtype=real, memory_format=torch.contiguous_format)
-    for w in range(W):
-        dx[:, w : w + T].addcmul_(dy, weight[:, w].to(real))
-        dweight[:, w] = (dy * x[:, w : w + T]).sum((0, 1))
-    return dx.to(x.dtype), dweight.to(weight.dtype), dy.sum((0, 1)).to(weight.dtype if bias is None else bias.dtype)
+    dbias, *dtaps = x.new_zeros((weight.shape[1] + 1, weight.shape[0]), dtype=real)
+    for piece in _pieces(dy):
+        dz = dy[:, piece].to(real)
+        if activation:
+            z = _taps(x, weight, bias, piece)
+            s = z.sigmoid()
+            dz = dz * s.addcmul_(z.mul_(1 - s), s)  # silu' = s + z s (1 − s)
+        dbias += dz.sum((0, 1))
+        for w, (tap, dtap) in enumerate(zip(weight.t().to(real).contiguous(), dtaps, strict=True)):
+            seen = slice(piece.start + w, piece.stop + w)
+            dx[:, seen].addcmul_(dz, tap)
+            dtap += (dz * x[:, seen]).sum((0, 1))
+    return dx.to(x.dtype), torch.stack(dtaps, dim=1).to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype)
 
 
 @_convolve_backward.register_fake
@@ -148,14 +158,23 @@ def _differentiate(ctx, dy):
 _convolve.register_autograd(_differentiate, setup_context=_save)
 
 
-def _taps(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Before the activation, in float32 at least."""
-    real, (W, T) = _real(x), (weight.shape[1], x.shape[1] - weight.shape[1] + 1)
-    weight = weight.to(real)
-    y = x[:, :T] * weight[:, 0] if bias is None else torch.addcmul(bias.to(real), x[:, :T].to(real), weight[:, 0])
-    for w in range(1, W):
-        y.addcmul_(x[:, w : w + T].to(real), weight[:, w])
-    return y
+def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, piece: slice) -> Tensor:
+    """y of the tokens in ``piece`` before the activation, in float32 at least."""
+    real = _real(x)
+    first, *others = weight.t().to(real).contiguous()
+    z = x[:, piece] * first
+    if bias is not None:
+        z += bias
+    for w, tap in enumerate(others, start=1):
+        z.addcmul_(x[:, piece.start + w : piece.stop + w].to(real), tap)
+    return z
+
+
+def _pieces(y: Tensor) -> Iterator[slice]:
+    """The tokens of y ``[B, T, Ch]`` in pieces that a CPU's cache holds; on another device in one."""
+    T = y.shape[1]
+    size = max(1, PIECE // (y.shape[0] * y.shape[2])) if y.device.type == "cpu" else max(1, T)
+    return (slice(start, min(start + size, T)) for start in range(0, T, size))
 
 
 def _real(x: Tensor) -> torch.dtype:
