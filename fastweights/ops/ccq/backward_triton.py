@@ -159,7 +159,7 @@ def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: 
     DOT, precision = dot_type(keys.x.dtype)
     common = dict(K=K, DOT=DOT, PRECISION=precision)
     sizes = (cut.table, T, cut.length, H)
-    pair_kernel[(cut.count * H,)](
+    pair_kernel[(cut.number * H,)](
         q, e, keys.point, final.mean, strength, rho, eps, dlam, N, r, kappa, *sizes, q.stride(1),
         **common, C=collect.chunk, BK=padded(K), STAGES=collect.stages, num_warps=collect.warps,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: 
     shape = columns(K, walk)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dks = None if ks is None else ks.new_empty(shape["NB"], *ks.shape)
-    key_kernel[(cut.count * H * shape["NB"],)](
+    key_kernel[(cut.number * H * shape["NB"],)](
         q, keys.x, k, ks, e, strength, rho, eps, keys.point, final.mean, N, r, dk, dks, *sizes, lam.numel() // H, q.stride(1), k.stride(1),
         **common, **shape, C=walk.chunk, STAGES=walk.stages, num_warps=walk.warps,
     )  # fmt: skip

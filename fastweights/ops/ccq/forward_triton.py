@@ -212,15 +212,15 @@ def moments(k, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Keys, Mome
     def room(count: int) -> Moments:
         return Moments(*(torch.empty(count, H, *shape, dtype=torch.float32, device=k.device) for shape in ((K, K), (K,), ())))
 
-    own, final = room(cut.count), room(cut.rows)
+    own, final = room(cut.number), room(cut.rows)
     mean, weight = torch.zeros_like(own.mean), torch.zeros_like(own.weight)  # zeros stay where a segment holds no token
     DOT, precision = dot_type(k.dtype)
     keys = Keys(
         torch.empty(B, T, H, K, dtype=operand(k.dtype)[0], device=k.device),
-        own.mean.new_empty(cut.count, cut.length // tile.chunk, H, K),
+        own.mean.new_empty(cut.number, cut.length // tile.chunk, H, K),
         torch.empty_like(own.mean),
     )
-    moment_kernel[(cut.count * H,)](
+    moment_kernel[(cut.number * H,)](
         k, ks, *keys, *own, cut.table, T, cut.length, H, k.stride(1), K=K,
         C=tile.chunk, BK=padded(K), DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
@@ -242,7 +242,7 @@ def read(
     if other is not None:
         dlam, strength = lam.new_empty(shape["NB"], *lam.shape), torch.empty_like(lam)
     DOT, precision = dot_type(keys.x.dtype)
-    read_kernel[(cut.count * H * shape["NB"],)](
+    read_kernel[(cut.number * H * shape["NB"],)](
         q, lam, *keys, *before, other, out, rho, dlam, strength,
         cut.table, T, cut.length, H, lam.numel() // H, q.stride(1), 0 if other is None else other.stride(1), K=K,
         C=tile.chunk, CS=cut.length // keys.sums.shape[1], **shape,

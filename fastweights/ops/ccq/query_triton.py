@@ -55,7 +55,7 @@ def ccq_query_triton(
 
     lam and key_scale are ``[B, T, Hk]``; with ``cu_seqlens`` B = 1. C of a given state is taken to be symmetric, and so is its gradient.
     """
-    lam, key_scale = (None if x is None else x.float().contiguous() for x in (lam, key_scale))
+    lam, key_scale = lam.float().contiguous(), None if key_scale is None else key_scale.float().contiguous()
     moments = (None, None, None) if state is None else tuple(x.float().contiguous() for x in state)
     if tiles is None:
         tiles = TILES[operand(q.dtype, k.dtype)[0].itemsize, padded(k.shape[3])]

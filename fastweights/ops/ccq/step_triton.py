@@ -108,5 +108,5 @@ def ccq_step_triton_(
     """
     if not all(x.dtype == torch.float32 and x.is_contiguous() for x in state):
         raise ValueError(f"an in-place step needs a dense float32 state; got {[(x.dtype, tuple(x.stride())) for x in state]}")
-    lam, log_decay, key_scale = (None if x is None else x.float().contiguous() for x in (lam, log_decay, key_scale))
-    return _step(q.contiguous(), k.contiguous(), lam, log_decay, key_scale, *state)
+    log_decay, key_scale = (None if x is None else x.float().contiguous() for x in (log_decay, key_scale))
+    return _step(q.contiguous(), k.contiguous(), lam.float().contiguous(), log_decay, key_scale, *state)

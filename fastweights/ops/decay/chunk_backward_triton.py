@@ -180,7 +180,7 @@ def key_value_kernel(
 
 def backward(
     q, k, v, g, qs, ks, vs, do, dfinal, memory, total, final, cut: Segments, tile: Tile, scale: float, *, need_dg: bool
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, log_decay, query_scale, key_scale, value_scale and initial state; None for a coefficient not given. T ≥ 1."""
     (B, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
     channel = g is not None and g.dim() == 4
@@ -193,12 +193,8 @@ def backward(
         """Room for what each block of columns and each value head adds; with one of each, the result itself."""
         return torch.empty(blocks, B, T, Hv, *shape, dtype=like.dtype if parts == 1 else torch.float32, device=like.device)
 
-    def added(x: Tensor | None, like: Tensor | None) -> Tensor | None:
-        if x is None or like is None:
-            return None
-        if x.shape[0] > 1:
-            x = x.sum(0, keepdim=True)
-        x = x[0]
+    def added(x: Tensor, like: Tensor) -> Tensor:
+        x = x[0] if x.shape[0] == 1 else x.sum(0)
         return x if x.shape[2] == like.shape[2] else x.unflatten(2, (like.shape[2], -1)).sum(3)
 
     dq, dk, dv = per_part(q, K), per_part(k, K), torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -211,13 +207,11 @@ def backward(
     )  # fmt: skip
     strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)
     sizes = (cut.table, T, cut.length, Hv, Hv // Hk, B * T)
-    grid = (cut.count * Hv * blocks,)
+    grid = (cut.number * Hv * blocks,)
     query_kernel[grid](k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, *sizes, *strides, **common)
     after = contributions(q, do, g, qs, None, cut, tile, reverse=True, scale=scale)
     dstate = scan(after, total, dfinal, T, cut, reverse=True)
     key_value_kernel[grid](q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, dg, *sizes, *strides, **common)
-    like_g = (k if channel else v) if need_dg else None
-    return (
-        added(dq, q).to(q.dtype), added(dk, k).to(k.dtype), dv, added(dg, like_g),
-        added(dqs, qs), added(dks, ks), added(dvs, vs), dstate,
-    )  # fmt: skip
+    like_g = k if channel else v
+    coefficients = (None if x is None else added(x, like) for x, like in ((dg, like_g), (dqs, qs), (dks, ks), (dvs, vs)))
+    return added(dq, q).to(q.dtype), added(dk, k).to(k.dtype), dv, *coefficients, dstate

@@ -196,9 +196,9 @@ def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, 
     (_, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
     BV = min(padded(V), tile.columns)
     blocks = triton.cdiv(V, BV)
-    out = torch.empty(cut.count, Hv, K, V, dtype=torch.float32, device=k.device)
+    out = torch.empty(cut.number, Hv, K, V, dtype=torch.float32, device=k.device)
     DOT, precision = dot_type(k.dtype, v.dtype)
-    contribution_kernel[(cut.count * Hv * blocks,)](
+    contribution_kernel[(cut.number * Hv * blocks,)](
         k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
         K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
@@ -223,14 +223,14 @@ def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: flo
     """``o``, the final state, the memory before each segment, and each segment's total log decay. T ≥ 1."""
     (B, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
     channel = g is not None and g.dim() == 4
-    total = torch.empty(cut.count, Hv, *([K] if channel else []), dtype=torch.float32, device=k.device)
+    total = torch.empty(cut.number, Hv, *([K] if channel else []), dtype=torch.float32, device=k.device)
     memory = contributions(k, v, g, ks, vs, cut, tile, reverse=False, total=total)
     final = scan(memory, total, state, T, cut, reverse=False)
     BV = min(padded(V), tile.columns)
     blocks = triton.cdiv(V, BV)
     o = torch.empty(B, T, Hv, V, dtype=v.dtype, device=v.device)
     DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
-    output_kernel[(cut.count * Hv * blocks,)](
+    output_kernel[(cut.number * Hv * blocks,)](
         q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk,
         q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale,
         K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,

@@ -130,7 +130,8 @@ def decay_backward(
     found = chunk_backward_triton.backward(
         q, k, v, g, qs, ks, vs, do.contiguous(), dfinal, memory, total, final, cut, shape, scale, need_dg=need_dg
     )
-    return tuple(final.new_empty(0) if x is None else x for x in found)
+    dq, dk, dv, dg, dqs, dks, dvs, dstate = (final.new_empty(0) if x is None else x for x in found)
+    return dq, dk, dv, dg, dqs, dks, dvs, dstate
 
 
 @decay_backward.register_fake

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 class Segments(NamedTuple):
     """The cut of one call."""
 
-    count: int
+    number: int
     """Segments; with documents an upper bound, as their lengths stay on the device: the rest are empty."""
     length: int
     """L."""
