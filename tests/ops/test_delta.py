@@ -131,6 +131,14 @@ def test_operands_stay_as_they_are_and_results_repeat(form):
     assert all(torch.equal(a, b) for a, b in zip(before, (x.q, x.k, x.v, *x.coef[:4], x.state), strict=True))
 
 
+def test_chunk_refuses_a_second_derivative():
+    x = make(Case(T=20, K=16, V=16))
+    v = x.v.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(chunk_delta(x.q, x.k, v, x.coef)[0].square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()
+
+
 def in_pieces(form, cuts):
     """The form run piece by piece, the state handed on."""
 
