@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def operands(shape: tuple[int, ...], grad: bool = False) -> tuple[Tensor, Tensor
 
 def parity(work: Work) -> float:
     """The largest relative error of a short version of the work, outputs and gradients, against the reference in float64."""
-    B, T, H, K, V = work.shape
+    B, _, H, K, V = work.shape
     q, k, v, coef = operands((min(B, 2), 1 if work.kind == "step" else 200, min(H, 2), K, V), grad=work.kind != "step")
     state = torch.randn(q.shape[0], q.shape[2], K, V, device="cuda")
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -134,10 +135,9 @@ def in_graph(step: Callable[[Tensor], Any], shape: tuple[int, ...]) -> float:
     return median(graph.replay, 9) / (rounds * len(states))
 
 
-def measure(work: Work, chunk: Callable[..., Any], step: Callable[[Tensor], Any] | None = None) -> dict[str, float]:
-    """``chunk()`` runs one forward and returns what its gradient is taken of; ``step(state)`` decodes one token."""
+def measure(work: Work, leaves: list[Tensor], chunk: Callable[[], Tensor], step: Callable[[Tensor], Any]) -> dict[str, float]:
+    """``chunk()`` runs one forward, whose gradients are taken for ``leaves``; ``step(state)`` decodes one token."""
     if work.kind == "step":
-        assert step is not None
         with torch.no_grad():
             return {"ms": in_graph(step, work.shape)}
     if work.kind == "forward":
@@ -147,18 +147,22 @@ def measure(work: Work, chunk: Callable[..., Any], step: Callable[[Tensor], Any]
     torch.cuda.synchronize()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
-    chunk().backward(upstream)
+    train = lambda: torch.autograd.grad(chunk(), leaves, upstream)  # noqa: E731 - backward() would add up gradients as well
+    train()
     torch.cuda.synchronize()
     if work.kind == "first":
         return {"ms": 1e3 * (time.perf_counter() - start)}
-    return {"ms": median(lambda: chunk().backward(upstream), 15), "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    return {"ms": median(train, 15), "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
 def ours(work: Work) -> dict[str, Any]:
     q, k, v, coef = operands(work.shape, grad=work.kind in ("forward+backward", "first"))
     chunk = lambda: delta(q, k, v, coef, scale=work.shape[3] ** -0.5, backend="triton")[0]  # noqa: E731
     step = lambda state: delta_step_(q, k, v, coef, state, scale=work.shape[3] ** -0.5, backend="triton")  # noqa: E731
-    return {"implementation": "fastweights", "backend": "triton", **measure(work, chunk, step)}
+    if work.kind == "first":
+        importlib.import_module("fastweights.ops.delta.chunk_triton")
+    leaves = [x for x in (q, k, v, *coef) if x is not None]
+    return {"implementation": "fastweights", "backend": "triton", **measure(work, leaves, chunk, step)}
 
 
 def fla(work: Work) -> dict[str, Any]:
@@ -175,25 +179,24 @@ def fla(work: Work) -> dict[str, Any]:
     chunk = lambda: chunk_gated_delta_rule(q, k, v, **gates)[0]  # noqa: E731
     step = lambda state: fused_recurrent_gated_delta_rule(q, k, v, **gates, initial_state=state, output_final_state=True)  # noqa: E731
     backend = "triton" if os.environ.get("FLA_FLASH_QLA") == "0" else "auto"
-    return {"implementation": "fla", "backend": backend, **measure(work, chunk, step)}
+    return {"implementation": "fla", "backend": backend, **measure(work, [q, k, v, *gates.values()], chunk, step)}
 
 
 IMPLEMENTATIONS = {"fastweights": ours, "fla": fla}
 ENVIRONMENT = {"fastweights": {}, "fla": {"FLA_FLASH_QLA": "0"}}
 
 
-def apart(implementation: str, works: list[Work], limit: float) -> list[dict[str, Any]]:
-    """Run works in a process of their own, with an empty compile cache; a work that fails is reported and skipped."""
+def apart(implementation: str, works: list[Work], limit: float) -> Iterator[dict[str, Any]]:
+    """Run works in a process of their own with an empty compile cache; each result as it comes, none after ``limit`` seconds."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, __file__, "--child", implementation, *(w.name for w in works)]
         environment = {**os.environ, **ENVIRONMENT[implementation], "TRITON_CACHE_DIR": cache}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                printed, _ = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                printed, _ = process.communicate()
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+            timer = threading.Timer(limit, process.kill)
+            timer.start()
+            assert process.stdout is not None
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+            timer.cancel()
 
 
 def child(implementation: str, names: list[str]) -> None:
@@ -210,7 +213,7 @@ def child(implementation: str, names: list[str]) -> None:
 
 def write_csv(path: Path) -> None:
     rows = [{**row, "versions": json.dumps(row["versions"])} for row in read_rows(path)]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns = sorted({name for row in rows for name in row})
     with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -224,7 +227,7 @@ def plot(path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    latest = {(row["work"], row["implementation"]): row for row in read_rows(path) if row.get("floor_ms")}
+    latest = {(row["work"], row["implementation"]): row for row in read_rows(path) if "floor_ms" in row and "ms" in row}
     works, makers = (list(dict.fromkeys(key[i] for key in latest)) for i in (0, 1))
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for i, maker in enumerate(makers):
@@ -256,25 +259,19 @@ def main() -> None:
             raise SystemExit(f"{name}: error {error:.3g} against the float64 reference; nothing was timed")
         print(f"parity {name}: {error:.1e}", flush=True)
     torch.cuda.empty_cache()
-    rows: list[dict[str, Any]] = []
     first = [works[name] for name in ("first",) if name in works]
     for implementation in ("fastweights", *arguments.peers):
-        run = partial(apart, implementation, limit=arguments.limit)
-        rows += (run(first) if first else []) + run([w for w in works.values() if w.kind != "first"])
-    for row in rows:
-        work = works[row["work"]]
-        row |= {
-            "kind": work.kind,
-            "shape": list(work.shape),
-            **({} if work.kind == "first" else {"floor_ms": work.floor()}),
-            **provenance(device="cuda"),
-        }
-    append_rows(arguments.out, rows)
+        for batch in (first, [w for w in works.values() if w.kind != "first"]):
+            for row in apart(implementation, batch, arguments.limit) if batch else ():
+                work = works[row["work"]]
+                row |= {"kind": work.kind, "shape": list(work.shape)} | ({} if work.kind == "first" else {"floor_ms": work.floor()})
+                append_rows(arguments.out, [row | provenance(device="cuda")])
+                times = row.get("error") or f"{row['ms']:.4f} ms" + (
+                    f", {row['ms'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
+                )
+                print(f"{row['work']:16} {row['implementation']:12} {times}", flush=True)
     write_csv(arguments.out)
     plot(arguments.out)
-    for row in rows:
-        times = row.get("error") or f"{row['ms']:.4f} ms" + (f", {row['ms'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else "")
-        print(f"{row['work']:16} {row['implementation']:12} {times}")
 
 
 if __name__ == "__main__":

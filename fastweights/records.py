@@ -32,7 +32,7 @@ def commit() -> str:
     try:
         return git("rev-parse", "--short=10", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("FASTWEIGHTS_COMMIT", "unknown")
 
 
 def versions() -> dict[str, str]:
