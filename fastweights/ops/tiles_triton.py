@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
     ``T // size + documents`` depends on shapes alone.
     """
 
-    count: int
+    total: int
     """Numbers given out; with documents some of them name no token."""
     size: int
     """Tokens of a piece (the last of a document may be shorter)."""

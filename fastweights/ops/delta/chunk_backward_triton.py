@@ -203,14 +203,14 @@ def backward(
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
     way = plan(q, k, v, cu_seqlens, tiles)
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = torch.empty(way.chunks.count, H, K, V, dtype=way.dot, device=k.device)
+    states = torch.empty(way.chunks.total, H, K, V, dtype=way.dot, device=k.device)
     update = torch.empty(B, T, H, V, dtype=way.dot, device=k.device)
     start, pieces = (starts, way.segments) if starts.numel() else (state, way.whole)
     walk(q, k, v, inverse, None, rates, cu_seqlens, way, pieces, start=start, states=states, update=update)
 
     dstate = rates.new_empty(rows, H, K, V)
     if way.split:
-        own = rates.new_empty(way.segments.count, H, K, V)
+        own = rates.new_empty(way.segments.total, H, K, V)
         reverse(q, k, do, inverse, scores, rates, cu_seqlens, way, way.segments, dstart=own)
         dfinal = join(maps, dfinal, cu_seqlens, way, T, rows, V, starts=own)
     dstates, dr = torch.empty_like(states), torch.empty_like(update)
@@ -223,7 +223,7 @@ def backward(
     dq, dk = (torch.empty(B, T, H, K, dtype=wide, device=k.device) for _ in range(2))
     dv = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     dbeta, dg, dks, dvs, dqs = (None if x is None else rates.new_empty(NK, B, T, H) for x in (beta, log_decay, ks, vs, qs))
-    gradient_kernel[(way.chunks.count * H * NK,)](
+    gradient_kernel[(way.chunks.total * H * NK,)](
         q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, way.chunks.owner, cu_seqlens,
         B * T, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads_of(vs), scale,
         C=tiles.chunk, BK=BK, BV=BV, NK=NK, RATES=RATES,
@@ -248,7 +248,7 @@ def reverse(
     (_, T, Hk, K), (H, V) = k.shape, do.shape[2:]
     BV = min(padded(V), way.tiles.columns)
     NV = triton.cdiv(V, BV)
-    reverse_kernel[(pieces.count * H * NV,)](
+    reverse_kernel[(pieces.total * H * NV,)](
         q, k, do, inverse, scores, rates, start, dstart, dstates, dr, pieces.owner, cu_seqlens, T, pieces.size, H, H // Hk, K, V,
         *q.stride()[:3], *k.stride()[:3], C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, RATES=RATES,
         PRECISION=way.precision, STAGES=way.tiles.reverse_stages, num_warps=way.tiles.warps,

@@ -323,7 +323,7 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     """``o``, the final state; for the backward L⁻¹, P, the rates, and where rows have segments their starts and maps (else empty)."""
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
     way = plan(q, k, v, cu_seqlens, tiles)
-    C, chunks = tiles.chunk, way.chunks.count
+    C, chunks = tiles.chunk, way.chunks.total
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     inverse = torch.empty(chunks, H, C, C, dtype=way.dot, device=k.device)
     scores = torch.empty_like(inverse)
@@ -342,13 +342,13 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     final = rates.new_empty(rows, H, K, V)
     if way.split:
-        maps = rates.new_empty(way.segments.count, H, K, K + V)
+        maps = rates.new_empty(way.segments.total, H, K, K + V)
         walk(q, k, v, inverse, None, rates, cu_seqlens, way, way.segments, final=maps)
         starts = join(maps, state, cu_seqlens, way, T, rows, V)
         walk(q, k, v, inverse, scores, rates, cu_seqlens, way, way.segments, start=starts, o=o, final=final)
     else:
         if way.segments.size <= T:
-            starts = rates.new_empty(way.segments.count, H, K, V)
+            starts = rates.new_empty(way.segments.total, H, K, V)
         kept = starts if starts.numel() else None
         walk(q, k, v, inverse, scores, rates, cu_seqlens, way, way.whole, start=state, o=o, final=final, kept=kept)
     return o, final, inverse, scores, rates, starts, maps
@@ -376,7 +376,7 @@ def walk(
     BV = min(padded(V), way.tiles.columns)
     NV = triton.cdiv(V, BV)
     NK = triton.cdiv(K, BV) if o is None and states is None else 0
-    walk_kernel[(pieces.count * H * (NV + NK),)](
+    walk_kernel[(pieces.total * H * (NV + NK),)](
         q, k, v, inverse, scores, rates, start, o, final, states, update, kept, pieces.owner, cu_seqlens,
         T, pieces.size, way.segments.size, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, NK=NK, RATES=RATES,

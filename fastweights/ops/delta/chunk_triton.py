@@ -34,7 +34,8 @@ float32 stays with chunks of 16: where keys repeat under β near 2, the inverse 
 def card_of(device: torch.device) -> str:
     if device.type != "cuda":
         return "large"
-    return "large" if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 220_000 else "small"
+    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return "large" if most >= 220_000 else "small"
 
 
 def tiles_for(q: Tensor, k: Tensor, v: Tensor, card: str | None = None) -> Tiles:
@@ -94,8 +95,8 @@ def delta_forward(
         o, final, *rest = delta_forward_shapes(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, tiles)
         return o, final.zero_() if state is None else final.copy_(state), *rest
     q, k, v = map(rows_side_by_side, (q, k, v))
-    coefficients = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens)
-    return chunk_forward_triton.forward(q, k, v, *coefficients, scale, Tiles(*tiles))
+    beta, log_decay, ks, vs, qs, state, cu_seqlens = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens)
+    return chunk_forward_triton.forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, Tiles(*tiles))
 
 
 @delta_forward.register_fake
@@ -146,10 +147,29 @@ def delta_backward(
         dstate = dstate.new_zeros(rows, *dstate.shape[1:])
         return *found, dstate if dfinal is None else dstate.copy_(dfinal)
     q, k, v = map(rows_side_by_side, (q, k, v))
-    coefficients = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens)
-    do, dfinal = _dense(do, dfinal)
-    found = chunk_backward_triton.backward(q, k, v, *coefficients, scale, Tiles(*tiles), do, dfinal, inverse, scores, rates, starts, maps)
-    return tuple(rates.new_empty(0) if x is None else x for x in found)
+    beta, log_decay, ks, vs, qs, state, cu_seqlens, dfinal = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens, dfinal)
+    found = chunk_backward_triton.backward(
+        q,
+        k,
+        v,
+        beta,
+        log_decay,
+        ks,
+        vs,
+        qs,
+        state,
+        cu_seqlens,
+        scale,
+        Tiles(*tiles),
+        do.contiguous(),
+        dfinal,
+        inverse,
+        scores,
+        rates,
+        starts,
+        maps,
+    )
+    return tuple(rates.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]  # nine of them
 
 
 @delta_backward.register_fake
