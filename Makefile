@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+OLDEST := .venv-oldest
 TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: env demo test test-full lint clean
+.PHONY: env demo test test-full test-oldest lint clean
 
 env: $(STAMP)
 
@@ -32,5 +33,16 @@ test-full: env
 	$(TESTS) -m "full and not gpu and not compile"
 	FASTWEIGHTS_SHAPE_CHECKS=0 $(TESTS) -n 0 -m "compile and full and not gpu"
 
+# The oldest transformers that pyproject.toml allows, in an environment of its own: the model is what depends on it.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -q tests/models tests/train -m "not full and not gpu and not compile"
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	grep -v "^transformers" constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt torch numpy
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt "transformers==5.17.*" -e ".[dev]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

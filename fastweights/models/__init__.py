@@ -1,4 +1,8 @@
-"""ONE Hugging Face model for every mixer and every hybrid. Importing this package registers it with transformers' auto classes."""
+"""ONE Hugging Face model for every mixer and every hybrid.
+
+``AutoConfig`` and ``AutoModelForCausalLM`` know it once ``fastweights`` is imported, before or after transformers. A saved folder also
+loads where nobody has imported it, with ``trust_remote_code=True``: it carries a small file that does.
+"""
 
 from typing import TYPE_CHECKING
 

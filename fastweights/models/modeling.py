@@ -252,6 +252,11 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             )
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
+    def init_continuous_batching(self, *args, **kwargs):
+        raise ValueError(
+            "continuous batching shares out pages of keys and values, and a fast-weight memory has none; generate() takes a padded batch"
+        )
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:  # type: ignore[override]
         """Our cache, whatever transformers would make of the configuration."""
         if generation_config.is_assistant:

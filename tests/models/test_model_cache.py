@@ -25,47 +25,43 @@ def in_pieces(model, ids, pieces):
     return torch.cat(logits, dim=1), cache
 
 
-partitions = st.lists(st.sampled_from([1, 2, 3, 4, 5, 17, 63, 64, 65]), min_size=1, max_size=5)
-
-
 @pytest.mark.parametrize("kind", EVERY_KIND)
+@torch.no_grad()
+def test_pieces_of_every_sort_equal_one_pass(kind):
+    truth, pieces = Truth(**EVERY_KIND[kind]), [1, 1, 2, 64, 3, 65, 1, 5]
+    ids = tokens(2, sum(pieces))
+    logits, cache = in_pieces(truth.model, ids, pieces)
+    truth.of(lambda model: model(ids).logits)(logits)
+    whole = in_pieces(truth.model, ids, [len(ids[0])])[1]
+    assert cache.get_seq_length() == whole.get_seq_length() == ids.shape[1]
+    assert [t.shape for t in all_tensors(cache)] == [t.shape for t in all_tensors(whole)]
+    assert all(s.place.tolist() == [ids.shape[1]] * 2 for s in cache.states)
+
+
+def check_partition(truth, pieces):
+    ids = tokens(2, sum(pieces))
+    with torch.no_grad():
+        truth.of(lambda model: model(ids).logits)(in_pieces(truth.model, ids, pieces)[0])
+
+
+partitions = st.lists(st.sampled_from([1, 2, 3, 4, 5, 17, 63, 64, 65]), min_size=2, max_size=5)
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_any_partition_equals_one_pass(kind):
-    truth = Truth(**EVERY_KIND[kind])
-
-    @settings(max_examples=3, deadline=None, derandomize=True, database=None)
-    @given(partitions)
-    def check(pieces):
-        ids = tokens(2, sum(pieces))
-        logits, cache = in_pieces(truth.model, ids, pieces)
-        with torch.no_grad():
-            truth(logits, lambda model: model(ids).logits)
-            whole = FastWeightsCache(truth.model.config)
-            truth.model(ids, cache=whole)
-        assert cache.get_seq_length() == whole.get_seq_length() == ids.shape[1]
-        assert [t.shape for t in all_tensors(cache)] == [t.shape for t in all_tensors(whole)]
-        assert all(s.place.tolist() == [ids.shape[1]] * 2 for s in cache.states)
-
-    check()
+    truth = Truth(**SOME_KINDS[kind])
+    settings(max_examples=4, deadline=None, derandomize=True, database=None)(
+        given(partitions)(lambda pieces: check_partition(truth, pieces))
+    )()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", EVERY_KIND)
-@settings(max_examples=30, deadline=None, database=None)
-@given(pieces=partitions)
-def test_many_partitions_equal_one_pass(kind, pieces):
+def test_many_partitions_equal_one_pass(kind):
     truth = Truth(**EVERY_KIND[kind])
-    ids = tokens(2, sum(pieces))
-    logits, _ = in_pieces(truth.model, ids, pieces)
-    with torch.no_grad():
-        truth(logits, lambda model: model(ids).logits)
-
-
-@pytest.mark.parametrize("kind", EVERY_KIND)
-@torch.no_grad()
-def test_token_by_token_equals_one_pass(kind):
-    truth = Truth(**EVERY_KIND[kind])
-    ids = tokens(2, 23)
-    truth(in_pieces(truth.model, ids, [1] * 23)[0], lambda model: model(ids).logits)
+    settings(max_examples=40, deadline=None, derandomize=True, database=None)(
+        given(partitions)(lambda pieces: check_partition(truth, pieces))
+    )()
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
@@ -82,9 +78,8 @@ def test_pieces_with_padding_anywhere_equal_the_rows_alone(kind):
     third = truth.model(ids[:, 12:], attention_mask=mask[:, 12:], cache=cache).logits
     logits = torch.cat([first, second, third], dim=1)
     assert all(state.place.tolist() == mask.sum(1).tolist() for state in cache.states)
-    for row in range(3):
-        real = mask[row].bool()
-        truth(logits[row : row + 1, real], lambda model, row=row, real=real: model(ids[row : row + 1, real]).logits)
+    real = mask.bool()
+    truth.of(lambda model: torch.cat([model(ids[row : row + 1, real[row]]).logits[0] for row in range(3)]))(logits[real])
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
@@ -97,9 +92,8 @@ def test_packed_prefill_then_batched_steps(kind):
     truth.model(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 7, 8, 20]), cache=cache)
     assert (cache.batch_size, cache.get_seq_length()) == (3, 12)
     logits = truth.model(steps, cache=cache).logits
-    for row, document in enumerate(documents):
-        whole = torch.cat([document, steps[row : row + 1]], dim=1)
-        truth(logits[row : row + 1], lambda model, whole=whole: model(whole).logits[:, -2:])
+    wholes = [torch.cat([document, steps[row : row + 1]], dim=1) for row, document in enumerate(documents)]
+    truth.of(lambda model: torch.cat([model(whole).logits[:, -2:] for whole in wholes]))(logits)
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)

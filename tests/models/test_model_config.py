@@ -123,11 +123,11 @@ FIELDS = {
     "eos_token_id": (1, {}),
 }
 OPTIONS = {
-    "relaxation": (False, {"mixer": "kla"}),
-    "key_norm": ("learned", {"mixer": "kla"}),
-    "sequence_factor": ("1/sqrt(t)", {"mixer": "kla"}),
-    "q_norm": ("none", {"mixer": "kla"}),
-    "single_gate": (True, {"mixer": "kla"}),
+    "relaxation": (False, {}),
+    "key_norm": ("learned", {}),
+    "sequence_factor": ("1/sqrt(t)", {}),
+    "q_norm": ("none", {}),
+    "single_gate": (True, {}),
     "eta_max": (2.0, {}),
     "eps": (1.0, {}),
     "ccq_forget": ("memory", {}),
@@ -138,24 +138,18 @@ OPTIONS = {
 }
 
 
-def mixers_with(option):
-    return [mixer for mixer in ALL_RULES if option in mixer_options(mixer)]
-
-
 def changes():
+    """The options of a write rule with the raw read; those of a read with two writes, of bounded and of unbounded keys."""
     for field, (value, context) in FIELDS.items():
         yield pytest.param({field: value}, context, id=field)
-    for option, (value, context) in OPTIONS.items():
-        for mixer in mixers_with(option):
-            write = mixer.split("+")[0]
-            if option == "ccq_forget" and not WRITE_RULES[write].head_decay:
+    for mixer in (*WRITE_RULES, "kla+ccq", "mamba2+ccq"):
+        for option in mixer_options(mixer):
+            if "+" in mixer and not option.startswith("ccq_"):
                 continue
-            arguments = context | {"mixer": mixer}
-            if option == "ccq_unit_keys" and write in ("deltanet", "gated_deltanet", "longhorn", "kla"):  # their default is False
-                value = True
-                if "eps" in mixer_options(mixer):  # equal ε would give equal keys
-                    arguments["eps"] = 1.0
-            yield pytest.param({option: value}, arguments, id=f"{mixer}-{option}")
+            value, context = OPTIONS[option]
+            if option == "ccq_unit_keys" and mixer == "kla+ccq":  # False is what it is there; and equal ε would give equal keys
+                value, context = True, {"eps": 1.0}
+            yield pytest.param({option: value}, context | {"mixer": mixer}, id=f"{mixer}-{option}")
 
 
 @pytest.mark.parametrize(("change", "context"), list(changes()))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.models.tiny import EVERY_KIND, SOME_KINDS, Truth, tiny_model, tokens
+from tests.models.tiny import EVERY_KIND, SOME_KINDS, Truth, kinds, tiny_model, tokens
 
 LENGTHS = (7, 1, 12)
 CU_SEQLENS = torch.tensor([0, 7, 8, 20])
@@ -31,13 +31,11 @@ def documents():
 def test_padded_and_packed_rows_equal_the_rows_alone(kind):
     truth = Truth(**EVERY_KIND[kind])
 
-    def alone(model):
-        return torch.cat([model(document).logits for document in documents()], dim=1)
-
-    truth(truth.model(torch.cat(documents(), dim=1), cu_seqlens=CU_SEQLENS).logits, alone)
+    check = truth.of(lambda model: torch.cat([model(document).logits for document in documents()], dim=1))
+    check(truth.model(torch.cat(documents(), dim=1), cu_seqlens=CU_SEQLENS).logits)
     for side in ("left", "right"):
         ids, mask = padded(documents(), side)
-        truth(truth.model(ids, attention_mask=mask).logits[mask.bool()].unsqueeze(0), alone)
+        check(truth.model(ids, attention_mask=mask).logits[mask.bool()].unsqueeze(0))
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
@@ -45,7 +43,7 @@ def test_padded_and_packed_rows_equal_the_rows_alone(kind):
 def test_padding_at_batch_size_one(kind):
     truth, ids = Truth(**SOME_KINDS[kind]), tokens(1, 9)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0]])
-    truth(truth.model(ids, attention_mask=mask).logits[:, 2:7], lambda model: model(ids[:, 2:7]).logits)
+    truth.of(lambda model: model(ids[:, 2:7]).logits)(truth.model(ids, attention_mask=mask).logits[:, 2:7])
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
@@ -87,7 +85,7 @@ def test_changing_one_document_leaves_the_others_bits(kind):
     assert gradient[:, 7:8].any() and not gradient[:, :7].any() and not gradient[:, 8:].any()
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds(quick=("kla+ccq", "two rules", "hybrid", "grouped, no conv, no MLP")))
 def test_gradients_of_packed_and_padded_documents_are_those_of_the_documents_alone(kind):
     def gradients(model, run):
         model.zero_grad()
@@ -107,8 +105,9 @@ def test_gradients_of_packed_and_padded_documents_are_those_of_the_documents_alo
         return lambda model: model(ids, labels=ids, attention_mask=mask).loss
 
     truth = Truth(**EVERY_KIND[kind])
+    check = truth.of(lambda model: gradients(model, alone))
     for run in (packed, in_batch("left"), in_batch("right")):
-        truth(gradients(truth.model, run), lambda model: gradients(model, alone))
+        check(gradients(truth.model, run))
 
 
 @torch.no_grad()
@@ -116,7 +115,7 @@ def test_empty_documents_and_empty_rows():
     truth, ids = Truth(), tokens(1, 8)
     out = truth.model(ids, labels=ids, cu_seqlens=torch.tensor([0, 0, 3, 3, 8, 8]), use_cache=True)
     parts = torch.cat([truth.model(ids[:, :3]).logits, truth.model(ids[:, 3:]).logits], dim=1)
-    truth(out.logits, lambda model: torch.cat([model(ids[:, :3]).logits, model(ids[:, 3:]).logits], dim=1))
+    truth.of(lambda model: torch.cat([model(ids[:, :3]).logits, model(ids[:, 3:]).logits], dim=1))(out.logits)
     expected = torch.nn.functional.cross_entropy(parts[0, [0, 1, 3, 4, 5, 6]], ids[0, [1, 2, 4, 5, 6, 7]])
     torch.testing.assert_close(out.loss, expected)
     empty = truth.model(ids[:, :0], use_cache=True)
@@ -143,12 +142,11 @@ def test_what_cannot_be_masked_or_packed():
             model(**arguments)
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("kind", kinds(SOME_KINDS, quick=("hybrid",)))
 @torch.no_grad()
 def test_every_mask_of_four_tokens(kind):
     """Holes included: what is masked does not exist."""
     truth, ids = Truth(**SOME_KINDS[kind]), tokens(1, 4)
-    for bits in itertools.product((0, 1), repeat=4):
-        real = torch.tensor([bits]).bool()
-        if real.any():
-            truth(truth.model(ids, attention_mask=real).logits[real], lambda model, real=real: model(ids[real].unsqueeze(0)).logits[0])
+    masks = [torch.tensor([bits]).bool() for bits in itertools.product((0, 1), repeat=4) if any(bits)]
+    check = truth.of(lambda model: torch.cat([model(ids[real].unsqueeze(0)).logits[0] for real in masks]))
+    check(torch.cat([truth.model(ids, attention_mask=real).logits[real] for real in masks]))

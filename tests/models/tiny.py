@@ -1,5 +1,6 @@
 """Models of a few thousand parameters, and how right a result must be."""
 
+import pytest
 import torch
 
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
@@ -20,6 +21,12 @@ EVERY_KIND = {rules: {"mixer": rules} for rules in ALL_RULES} | HYBRIDS
 """Name -> arguments of the config: every write with every read, and everything else a model can be made of."""
 SOME_KINDS = {name: EVERY_KIND[name] for name in ("kla+ccq", "gla+raw", "hybrid", "sliding", "1/t")}
 """One of each sort of state, for what does not depend on the rule."""
+
+
+def kinds(names=EVERY_KIND, quick=()):
+    """Parameters for a test: the ``quick`` ones in ``make test``, the others in ``make test-full``."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
+
 
 VOCABULARY = 61
 
@@ -58,8 +65,15 @@ class Truth:
         self.plain = tiny_model(backend="reference", **arguments)
         self.exact = tiny_model(backend="reference", dtype=torch.float64, **arguments)
 
-    def __call__(self, candidate: torch.Tensor, f) -> None:
-        """``candidate`` may be twice as far from ``f`` in float64 as ``f`` in float32 is, by the plain loop or not, and 8 ulps more."""
+    def of(self, f):
+        """A check of results that should be ``f(model)``.
+
+        They may be twice as far from ``f`` in float64 as ``f`` in float32 is, by the plain loop or not, and 8 ulps more.
+        """
         exact = f(self.exact)
         allowed = 2 * max(error(f(self.plain), exact), error(f(self.model), exact)) + 8 * torch.finfo(torch.float32).eps
-        assert error(candidate, exact) <= allowed, f"error {error(candidate, exact):.2e}, allowed {allowed:.2e}"
+
+        def check(candidate: torch.Tensor) -> None:
+            assert error(candidate, exact) <= allowed, f"error {error(candidate, exact):.2e}, allowed {allowed:.2e}"
+
+        return check
