@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from fastweights.evaluate.statistics import Estimate, ratio_estimate
+from fastweights.evaluate.statistics import Estimate, Numbers, ratio_estimate
 
 LOGITS = 2**25
 """Most logits that exist at a time."""
@@ -74,7 +74,7 @@ def score_lengths(
     *,
     lengths: Sequence[int],
     tokens: int,
-    bytes_per_token: Sequence[float] | None = None,
+    bytes_per_token: Numbers | None = None,
     tail: int = 2048,
     chunk: int = 2048,
     on_progress: Callable[[int, int], None] = lambda done, total: None,

@@ -131,23 +131,21 @@ def run_plan(plan: Plan, console: Console) -> dict[str, Any]:
     rows_file = settings.out / "results.jsonl"
     if settings.restart:
         _forget(jobs, rows_file)
-    rows = {row["run"]: row for row in read_rows(rows_file)}
-    to_do = [job for job in jobs if job.key not in rows]
+    finished = {row["run"] for row in read_rows(rows_file)}
+    to_do = [job for job in jobs if job.key not in finished]
     processes = settings.processes or (1 if jobs[0].device == "cuda" else min(len(to_do), cores()))
     threads = max(1, cores() // max(1, processes))
     _print_plan(plan, len(jobs) - len(to_do), console)
 
-    def on_row(row: dict[str, Any]) -> None:
-        append_rows(rows_file, [row])
-        rows[row["run"]] = row
-
     try:
         if to_do:
-            run_jobs(to_do, processes=processes, threads=threads, console=console, on_row=on_row)
+            run_jobs(to_do, processes=processes, threads=threads, console=console, on_row=lambda row: append_rows(rows_file, [row]))
     except KeyboardInterrupt:
-        finished = sum(job.key in rows for job in jobs)
-        console.print(f"Interrupted with {finished} of {len(jobs)} runs finished. The same command goes on from here.")
+        finished = {row["run"] for row in read_rows(rows_file)}
+        done = sum(job.key in finished for job in jobs)
+        console.print(f"Interrupted with {done} of {len(jobs)} runs finished. The same command goes on from here.", highlight=False)
         raise
+    rows = {row["run"]: row for row in read_rows(rows_file)}
     results = {
         "kind": "comparison",
         "settings": _jsonable(dataclasses.asdict(settings)),

@@ -150,7 +150,7 @@ def _train(job: Job, tokenizer: PreTrainedTokenizerBase, report: Report, should_
 def _measure(job: Job, model: PreTrainedModel, report: Report) -> dict[str, Any]:
     settings, corpus = job.settings, job.validation.open()
     documents = [corpus[i] for i in range(len(corpus))]
-    rate = corpus.bytes / corpus.lengths.clip(min=2)
+    rate = corpus.bytes / (corpus.lengths - 1).clip(min=1)  # the document token stands for no byte, and is never scored
 
     def score(lengths: list[int], tokens: int, done: int) -> LengthCurve:
         return score_lengths(

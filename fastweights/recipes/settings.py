@@ -102,7 +102,7 @@ class CompareSettings:
 
     mixers: tuple[str, ...] = ("gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq")
     """What to compare; differences are to the first. `kla+ccq:ccq_strength=learned` sets an option, `kla+ccq,softmax` alternates layers."""
-    sizes: tuple[str, ...] = ("0.6m",)
+    sizes: tuple[str, ...] = ("0.3m",)
     """Named model sizes."""
     change: SizeChanges = field(default_factory=SizeChanges)
     seeds: tuple[int, ...] = (0,)

@@ -79,7 +79,7 @@ def _verdict(results: Mapping[str, Any], entries: Sequence[Entry], names: Sequen
 def _by_context(results: Mapping[str, Any], entries: Sequence[Entry], names: Sequence[str]) -> Html:
     points = entries[0]["lengths"]
     lengths = [point["length"] for point in points]
-    trained = [(results["settings"]["train"]["sequence_length"], "training length")]
+    trained = [(float(results["settings"]["train"]["sequence_length"]), "training length")]
 
     def lines(pick, of: Sequence[Entry], labels: Sequence[str]) -> list[Curve]:
         found = []

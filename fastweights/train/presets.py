@@ -10,11 +10,11 @@ from typing import Literal
 class ModelSize:
     """The shape of a model, whatever its mixer."""
 
-    hidden_size: int = 128
+    hidden_size: int = 96
     """Width of the residual stream."""
-    num_hidden_layers: int = 4
+    num_hidden_layers: int = 2
     """Blocks, each a mixer and an MLP."""
-    num_heads: int = 2
+    num_heads: int = 3
     """Heads of the mixer."""
     intermediate_size: int = 256
     """Width of the MLP. `compare` widens it a little where a mixer has fewer parameters than another."""
@@ -27,9 +27,10 @@ class ModelSize:
 
 
 SIZES: dict[str, ModelSize] = {
-    "0.6m": ModelSize(),
-    "5m": ModelSize(hidden_size=256, num_hidden_layers=6, num_heads=4, intermediate_size=768),
-    "25m": ModelSize(hidden_size=512, num_hidden_layers=8, num_heads=8, intermediate_size=1536),
+    "0.3m": ModelSize(),
+    "1m": ModelSize(hidden_size=128, num_hidden_layers=5, num_heads=4, intermediate_size=320),
+    "5m": ModelSize(hidden_size=256, num_hidden_layers=6, num_heads=4, intermediate_size=640),
+    "25m": ModelSize(hidden_size=512, num_hidden_layers=8, num_heads=8, intermediate_size=1216),
 }
 """Named sizes; parameters at a byte vocabulary are about what the name says."""
 
@@ -65,7 +66,7 @@ class TrainSettings:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the matrix products; weights, gates and norms stay in float32."""
     save_every: int = 100
-    """Steps between checkpoints; an interrupted run goes on from the last one."""
+    """Steps between checkpoints, a multiple of `log_every`; a killed run goes on from the last one."""
     log_every: int = 10
     """Steps between two points of the training curve."""
 
@@ -73,6 +74,8 @@ class TrainSettings:
         for name in ("steps", "batch_tokens", "sequence_length", "accumulation", "save_every", "log_every", "learning_rate"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive")
+        if self.save_every % self.log_every:
+            raise ValueError(f"save_every={self.save_every} is not a multiple of log_every={self.log_every}")
         for name in ("final_learning_rate", "warmup"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")

@@ -58,7 +58,7 @@ def train(
         device: `cpu` or `cuda`.
         log_to: names of transformers' loggers, such as `tensorboard`.
         on_step: called after each step with (steps done, the last logged values) in place of the Trainer's own progress bar.
-        should_stop: asked after each step; if true, a checkpoint is saved and training ends.
+        should_stop: asked every `log_every` steps; if true, a checkpoint is saved and training ends.
 
     Raises:
         FloatingPointError: a loss or gradient is not finite; the message names step, batch and tensor. Checkpoints stay.
@@ -200,5 +200,5 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.on_step is not None:
             self.on_step(state.global_step, state.log_history[-1] if state.log_history else {})
-        if self.should_stop():
+        if state.global_step % args.logging_steps == 0 and self.should_stop():  # elsewhere, a point of the curve would miss some steps
             control.should_save = control.should_training_stop = True

@@ -32,7 +32,7 @@ def test_impossible_settings():
     for bad, message in [
         (dict(mixers=()), r"mixers=\[\]: give at least one"),
         (dict(seeds=(1, 1)), r"seeds=\[1, 1\]: give at least one, and none twice"),
-        (dict(sizes=("9b",)), "size '9b' is not one of 0.6m, 5m, 25m"),
+        (dict(sizes=("9b",)), "size '9b' is not one of 0.3m, 1m, 5m, 25m"),
         (dict(processes=-1), "processes=-1 is negative"),
     ]:
         with pytest.raises(ValueError, match=message):

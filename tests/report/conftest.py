@@ -28,7 +28,7 @@ def results():
         ]
         return {
             "label": label,
-            "size": "0.6m",
+            "size": "0.3m",
             "parameters": 612_000 + i,
             "seeds": [0],
             "tokens": 2_457_600,
@@ -52,7 +52,7 @@ def results():
     rows = [e | provenance | {"seed": 0, "run": f"run{i}", "seconds": 61.5} for i, e in enumerate(summary)]
     settings = {
         "mixers": labels,
-        "sizes": ["0.6m"],
+        "sizes": ["0.3m"],
         "change": {"hidden_size": None},
         "seeds": [0],
         "data": ["stdlib"],

@@ -153,6 +153,7 @@ def test_settings_that_cannot_be_met():
         (dict(sequence_length=1), "leaves nothing to predict"),
         (dict(batch_tokens=100, sequence_length=64), "batch_tokens=100 is not a whole number of windows of sequence_length=64"),
         (dict(accumulation=32), "in each of accumulation=32 pieces"),
+        (dict(save_every=15), "save_every=15 is not a multiple of log_every=10"),
     ]:
         with pytest.raises(ValueError, match=message):
             TrainSettings(**bad)
