@@ -28,6 +28,7 @@ from fastweights.ops.checks import (
     check_same_device,
     check_shape,
 )
+from fastweights.ops.heads import working_dtype
 
 NEVER = 1e-30
 """Stands for the weight 0, so that its logarithm is finite."""
@@ -215,7 +216,7 @@ class _Rows:
 
 def _operands(q, k, lam, log_decay, unit_keys: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, keys, λ and log_decay in the precision of the state."""
-    real = _real(q, k)
+    real = working_dtype(q, k)
     k_ = k.to(real)
     if unit_keys:
         k_ = k_ * _inverse_norm(k_, eps).unsqueeze(-1)
@@ -223,15 +224,11 @@ def _operands(q, k, lam, log_decay, unit_keys: bool, eps: float) -> tuple[Tensor
 
 
 def _inverse_norm(k: Tensor, eps: float) -> Tensor:
-    return (k.to(_real(k, k)).square().sum(-1) + eps).rsqrt()
+    return (k.to(working_dtype(k)).square().sum(-1) + eps).rsqrt()
 
 
 def _clean(q: Tensor, read: Tensor, lam: Tensor, weight: Tensor) -> Tensor:
     return torch.addcmul(q, read, (-lam / weight.where(weight > 0, 1)).unsqueeze(-1))
-
-
-def _real(q: Tensor, k: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
 
 
 def _has_kernel(form: str, q: Tensor, k: Tensor, backend: str) -> bool:
@@ -258,5 +255,5 @@ def _check(q, k, lam, log_decay, mask, state: CCQState | None, cu_seqlens) -> No
         sizes["R"] = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
         for name, x, letters in zip(state._fields, state, ("R Hk K K", "R Hk K", "R Hk"), strict=True):
             check_shape(f"state.{name}", x, letters, sizes)
-            check_dtype(f"state.{name}", x, (_real(q, k),))
+            check_dtype(f"state.{name}", x, (working_dtype(q, k),))
     check_same_device(q=q, k=k, lam=lam, log_decay=log_decay, mask=mask, **({} if state is None else state._asdict()))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fastweights.ops import dispatch
 from fastweights.ops.checks import DTYPES, check_cu_seqlens, check_dtype, check_same_device, check_shape
+from fastweights.ops.heads import working_dtype
 
 PIECE = 2**17
 """On a CPU about this many numbers are worked on at a time."""
@@ -121,7 +122,7 @@ def _(x, weight, bias, activation):
 @torch.library.custom_op("fastweights::causal_conv_backward", mutates_args=())
 def _convolve_backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, activation: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias (there is one even where bias is None)."""
-    real = _real(x)
+    real = working_dtype(x)
     dx = torch.zeros_like(x, dtype=real, memory_format=torch.contiguous_format)
     dbias, *dtaps = x.new_zeros((weight.shape[1] + 1, weight.shape[0]), dtype=real)
     for piece in _pieces(dy):
@@ -160,7 +161,7 @@ _convolve.register_autograd(_differentiate, setup_context=_save)
 
 def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, piece: slice) -> Tensor:
     """y of the tokens in ``piece`` before the activation, in float32 at least."""
-    real = _real(x)
+    real = working_dtype(x)
     first, *others = weight.t().to(real).contiguous()
     z = x[:, piece] * first
     if bias is not None:
@@ -175,7 +176,3 @@ def _pieces(y: Tensor) -> Iterator[slice]:
     T = y.shape[1]
     size = max(1, PIECE // (y.shape[0] * y.shape[2])) if y.device.type == "cpu" else max(1, T)
     return (slice(start, min(start + size, T)) for start in range(0, T, size))
-
-
-def _real(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fastweights.notation import Coefficients
+from fastweights.ops.heads import per_own_head, per_value_head, working_dtype
 from fastweights.ops.segments import Segments
 
 SPAN = 64
@@ -73,7 +74,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens, scale):
     rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = v.new_empty((rows, v.shape[2], k.shape[3], v.shape[3]), dtype=_real(q.dtype))
+    final = v.new_empty((rows, v.shape[2], k.shape[3], v.shape[3]), dtype=working_dtype(q))
     return torch.empty_like(v, memory_format=torch.contiguous_format), final
 
 
@@ -151,7 +152,7 @@ def _(q, k, v, log_decay, key_scale, value_scale, query_scale, state, cu_seqlens
 
 def _first_state(k: Tensor, v: Tensor, state: Tensor | None, segments: Segments) -> Tensor:
     """A fresh copy, or zeros, ``[R, Hv, K, V]`` in the order of the steps."""
-    real = _real(k.dtype)
+    real = working_dtype(k)
     if state is not None:
         return segments.sort(state.to(real))
     return v.new_zeros((segments.rows, v.shape[2], k.shape[3], v.shape[3]), dtype=real)
@@ -168,7 +169,7 @@ class _Span:
     """
 
     def __init__(self, span: Segments, v: Tensor) -> None:
-        self.span, self.heads, self.real = span, v.shape[2], _real(v.dtype)
+        self.span, self.heads, self.real = span, v.shape[2], working_dtype(v)
         self.steps = [slice(step.start * self.heads, step.stop * self.heads) for step in span.steps]
         self.held = slice(span.offset * self.heads, (span.offset + span.chunks) * self.heads)
         """Where the span's chunks lie among all chunks."""
@@ -179,8 +180,7 @@ class _Span:
 
     def cut(self, x: Tensor, *factors: Tensor | None) -> Tensor:
         """``[B, T, heads, …] -> [M, C, …]`` times factors ``[B, T, heads]``; a key head is repeated for each of its value heads."""
-        y = self.span.cut(x, self.real)
-        y = (y if y.shape[1] == self.heads else y.repeat_interleave(self.heads // y.shape[1], dim=1)).flatten(0, 1)
+        y = per_value_head(self.span.cut(x, self.real), 1, self.heads).flatten(0, 1)
         for factor in factors:
             if factor is not None:
                 y *= self.cut(factor).unsqueeze(-1)
@@ -192,8 +192,7 @@ class _Span:
 
     def join(self, y: Tensor, out: Tensor) -> None:
         """``[M, C, …]`` into its place in ``[B, T, heads, …]``, summed over the value heads that share a head there."""
-        y = y.unflatten(0, (-1, self.heads))
-        self.span.join(y if out.shape[2] == self.heads else y.unflatten(1, (out.shape[2], -1)).sum(2), out=out)
+        self.span.join(per_own_head(y.unflatten(0, (-1, self.heads)), out.shape[2], 1), out=out)
 
     def join_gradients(self, dy: Tensor, x: Tensor, dx: Tensor, *factors: tuple[Tensor | None, Tensor]) -> None:
         """From the gradient of ``cut(x, *factors)`` to that of x and, where there is one, of each factor."""
@@ -207,10 +206,6 @@ class _Span:
         for factor, _ in given:
             dy *= factor.unsqueeze(-1)
         self.join(dy, dx)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _recur(S: Tensor, writes: Tensor, f: Tensor | None, steps: list[slice], out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.notation import Coefficients
+from fastweights.ops.heads import per_value_head, scaled, working_dtype
 from fastweights.ops.segments import Segments
 
 
@@ -29,28 +30,28 @@ def recurrent_decay(
     B, T, Hv, V = v.shape
     rows = B if cu_seqlens is None else len(cu_seqlens) - 1
     segments = None if cu_seqlens is None else Segments.of(B, T, cu_seqlens, chunk=1)
-    operands = _operands(q, k, v, coef, scale)
-    S = operands[0].new_zeros(rows, Hv, k.shape[3], V) if state is None else state.to(operands[0].dtype)
-    S = S.clone() if segments is None else segments.sort(S)
+    real = working_dtype(q)
+    S = v.new_zeros((rows, Hv, k.shape[3], V), dtype=real) if state is None else state.to(real)
+    S = S if segments is None else segments.sort(S)
 
     def moments(x: Tensor | None) -> Iterable[Tensor | None]:
         """At each moment the tokens of the rows that still have one, ``[rows, Hv, 1, …]``."""
         if x is None:
-            return repeat(None, T)
+            return repeat(None)
         if segments is None:
             return x.unsqueeze(3).unbind(1)
         tokens = segments.cut(x)
         return [tokens[step] for step in segments.steps]
 
     reads, ended = [], []
-    for q_, k_, v_, a in zip(*map(moments, operands), strict=False):
+    for q_, k_, v_, a in zip(*map(moments, (*scaled(q, k, v, coef, scale), _gates(coef.log_decay, v, real))), strict=False):
         if len(q_) < len(S):
             ended.append(S[len(q_) :])
             S = S[: len(q_)]
         S = torch.addcmul(S if a is None else S * a.mT, k_.mT, v_)
         reads.append(q_ @ S)
     if not reads:
-        return torch.empty_like(v), S
+        return torch.empty_like(v), S.clone()
     if segments is None:
         return torch.cat(reads, dim=2).transpose(1, 2).to(v.dtype), S
     return segments.join(torch.cat(reads), v.dtype), segments.unsort(torch.cat([S, *reversed(ended)]))
@@ -59,7 +60,8 @@ def recurrent_decay(
 @torch.no_grad()
 def decay_step_(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, state: Tensor, *, scale: float = 1.0) -> Tensor:
     """`recurrent_decay` for inference: overwrites ``state [B, Hv, K, V]`` and returns o ``[B, T, Hv, V]`` in v's dtype; no gradients."""
-    q_, k_, v_, a = _operands(q, k, v, coef, scale)
+    q_, k_, v_ = scaled(q, k, v, coef, scale)
+    a = _gates(coef.log_decay, v, q_.dtype)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     for t in range(v.shape[1]):
         if a is not None:
@@ -69,20 +71,8 @@ def decay_step_(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, state: Tens
     return o
 
 
-def _operands(q, k, v, coef: Coefficients, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """scale·q̂, k̂, v̂ ``[B, T, Hv, …]`` and the gates ``[B, T, Hv, 1 or K]``, in the precision of the state."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    heads = v.shape[2]
-
-    def per_value_head(x: Tensor) -> Tensor:
-        return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-    def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-        x = per_value_head(x.to(dtype))
-        return x if factor is None else x * per_value_head(factor).unsqueeze(-1)
-
-    a = coef.log_decay
-    if a is not None:
-        a = (a.unsqueeze(-1) if a.dim() == 3 else per_value_head(a)).to(dtype).exp()
-    q = scaled(q, coef.query_scale)
-    return q if scale == 1.0 else q * scale, scaled(k, coef.key_scale), scaled(v, coef.value_scale), a
+def _gates(log_decay: Tensor | None, v: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """a ``[B, T, Hv, 1 or K]``."""
+    if log_decay is None:
+        return None
+    return (log_decay.unsqueeze(-1) if log_decay.dim() == 3 else per_value_head(log_decay, 2, v.shape[2])).to(dtype).exp()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastweights.notation import Coefficients
+from fastweights.ops.heads import scaled
 from fastweights.ops.segments import Segments
 
 
@@ -83,17 +84,7 @@ def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, scal
 
 def _operands(q, k, v, coef: Coefficients, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """scale·q̂, k̂, v̂ ``[B, T, Hv, …]``, β and the gates ``[B, T, Hv, 1]``, in the precision of the state."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    heads = v.shape[2]
-
-    def per_value_head(x: Tensor) -> Tensor:
-        return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-    def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-        x = per_value_head(x.to(dtype))
-        return x if factor is None else x * per_value_head(factor).unsqueeze(-1)
-
-    q = scaled(q, coef.query_scale)
-    beta = None if coef.beta is None else coef.beta.to(dtype).unsqueeze(-1)
-    a = None if coef.log_decay is None else coef.log_decay.to(dtype).exp().unsqueeze(-1)
-    return q if scale == 1.0 else q * scale, scaled(k, coef.key_scale), scaled(v, coef.value_scale), beta, a
+    q, k, v = scaled(q, k, v, coef, scale)
+    beta = None if coef.beta is None else coef.beta.to(q.dtype).unsqueeze(-1)
+    a = None if coef.log_decay is None else coef.log_decay.to(q.dtype).exp().unsqueeze(-1)
+    return q, k, v, beta, a
