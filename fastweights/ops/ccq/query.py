@@ -158,18 +158,15 @@ def _by_memories(
 
     rows = _Rows(k.shape[0], k.shape[1], cu_seqlens, k.device)
     one = k.new_ones(()).expand(*k.shape[:3], 1)
-    weight, last_weight = remember(
-        one if mask is None else one.where(mask[..., None, None], 0), log_decay, None, state.weight.unsqueeze(-1)
-    )
+    counted = one if mask is None else one.where(mask[..., None, None], 0)
+    weight, last_weight = remember(counted, log_decay, None, state.weight.unsqueeze(-1))
     weight = weight.squeeze(-1)
     left = rows.previous(weight, state.weight).clamp(min=NEVER).log()  # log(a_t w_{t-1})
     if log_decay is not None:
         left = left + log_decay
+    # Each by way of its own logarithm: the gradient of 1 − σ has no digits where σ is near 1.
     fade = F.logsigmoid(left)
-    share, fresh = (
-        fade.exp(),
-        F.logsigmoid(-left).exp(),
-    )  # c_t and 1 / w_t, by way of their logarithms: 1 − σ would lose a gradient's digits
+    share, fresh = fade.exp(), F.logsigmoid(-left).exp()  # c_t and 1 / w_t
     if mask is not None:
         share, fresh, fade = (x.where(mask.unsqueeze(-1), 0) for x in (share, fresh, fade))
 

@@ -111,15 +111,15 @@ def _backward(
     segments = Segments.of(v.shape[0], v.shape[1], cu_seqlens)
     spans = [_Span(span, v) for span in _spans(segments, v)]
 
-    S = _first_state(k, v, state, segments)  # forwards again, for the state before each chunk
+    # First forwards again, for the state before each chunk,
+    S = _first_state(k, v, state, segments)
     before = S.new_empty(segments.chunks * v.shape[2], *S.shape[2:])
     for x in spans:
         f, b = _left(x.gates(log_decay))
         _recur(x.rows(S), _times(x.cut(k), b).mT @ x.cut(v, key_scale, value_scale), f, x.steps, out=before[x.held])
 
-    dS = segments.sort(
-        dfinal.to(S.dtype)
-    )  # then backwards, carrying the gradient of the state after each chunk to that of the one before it
+    # then backwards, carrying the gradient of the state after each chunk to that of the state before it
+    dS = segments.sort(dfinal.to(S.dtype))
     grads = dq, dk, dv, dlog, dkey_scale, dvalue_scale, dquery_scale = [
         v.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x in (q, k, v, log_decay if gates_learn else None, key_scale, value_scale, query_scale)
