@@ -65,7 +65,7 @@ def _score(points: list[dict], pairs: list[tuple[dict, dict]]) -> dict[str, Any]
     }
 
 
-def _joined(estimates: list[dict[str, float]]) -> Estimate:
+def _joined(estimates: list[dict[str, Any]]) -> Estimate:
     """One seed: as it is. More: mean and interval over the seeds."""
     return Estimate(**estimates[0]) if len(estimates) == 1 else mean_estimate([estimate["value"] for estimate in estimates])
 

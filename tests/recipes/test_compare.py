@@ -24,10 +24,12 @@ from fastweights.write import WRITE_RULES
 
 
 @pytest.fixture
-def run(small):
-    """Compare in this process; returns (results, what the terminal showed)."""
+def run(small, monkeypatch):
+    """Compare in this process; returns (results, what the terminal showed). Plots take time, and one test looks at them."""
 
-    def run(**changes):
+    def run(report=False, **changes):
+        if not report:
+            monkeypatch.setattr("fastweights.recipes.compare.write_report", lambda *args: None)
         console = Console(file=io.StringIO(), width=160)
         return compare(small(**changes), console), console.file.getvalue()
 
@@ -40,7 +42,7 @@ def numbers(results):
 
 
 def test_everything_a_comparison_leaves(run, tmp_path):
-    results, shown = run()
+    results, shown = run(report=True)
     assert json.loads(json.dumps(results)) == json.loads((tmp_path / "out/results.json").read_text())
     assert [row["label"] for row in results["rows"]] == ["kla", "kla+ccq"] == [entry["label"] for entry in results["summary"]]
     for row in results["rows"]:
