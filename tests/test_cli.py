@@ -1,4 +1,6 @@
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 
@@ -91,3 +93,22 @@ def test_the_demo_with_its_own_settings_made_small(call, monkeypatch, tmp_path):
     for mixer in ("gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq"):
         assert mixer in text
     assert (tmp_path / "runs/demo/report.html").exists() and (tmp_path / "runs/demo/results.json").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_the_demo_as_shipped(tmp_path):
+    """`make demo`, all of it: equal parameters, well under 3 bits per byte, context to 16 times the training length."""
+    command = [sys.executable, "-c", "import sys; from fastweights.cli import main; sys.exit(main())", "demo", "--processes", "2"]
+    environment = os.environ | {"FASTWEIGHTS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=1400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "runs/demo/results.json").read_text())
+    assert [row["label"] for row in results["rows"]] == ["gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq"]
+    counts = [row["parameters"] for row in results["rows"]]
+    assert max(counts) - min(counts) <= 0.005 * max(counts)
+    for row in results["rows"]:
+        assert row["validation"]["bits_per_byte"]["value"] < 2.6
+        assert [point["length"] for point in row["lengths"]] == [256, 512, 1024, 2048, 4096]
+        assert len(row["sample"]["text"]) > 100
+    assert (tmp_path / "runs/demo/report.html").stat().st_size > 100_000
