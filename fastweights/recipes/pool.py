@@ -63,19 +63,39 @@ def run_jobs(jobs: Sequence[Work], *, processes: int, threads: int, console: Con
 def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report_of, on_row, interrupted: Callable[[], bool]) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
     messages, stop = context.Queue(), context.Event()
+    failure: BaseException | None = None
     with ProcessPoolExecutor(processes, context, _begin_worker, (messages, stop, threads)) as pool:
-        running = {pool.submit(_work, number, job) for number, job in enumerate(jobs)}
+        with _deaf_to_interrupts():  # which the new processes inherit: the terminal sends them its Ctrl-C too
+            running = {pool.submit(_work, number, job) for number, job in enumerate(jobs)}
         try:
             while running:
                 done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 _drain(messages, report_of)
-                if interrupted():
-                    stop.set()
                 for future in done:
-                    if (row := future.result()) is not None:
+                    if (error := future.exception()) is not None:
+                        failure = failure or error
+                    elif (row := future.result()) is not None:
                         on_row(row)
-        finally:
-            stop.set()
+                if failure is not None or interrupted():
+                    stop.set()
+        except KeyboardInterrupt:  # the second
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _begin_worker(messages, stop, threads: int) -> None:

@@ -1,0 +1,53 @@
+import io
+import time
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from fastweights.recipes.pool import run_jobs
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Counts to its number, a tenth of a second each, unless it is told to fail or to stop."""
+
+    name: str
+    steps: int
+    fails: bool = False
+
+    def run(self, report, should_stop):
+        for step in range(self.steps):
+            if should_stop():
+                return None
+            report("counting", step, self.steps, f"{step} seen")
+            time.sleep(0.1)
+        if self.fails:
+            raise FloatingPointError(f"{self.name} came to nothing")
+        return {"name": self.name}
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.full)])
+def run(request):
+    """(rows as they came, what was shown, the exception) in this process, and in two of their own."""
+
+    def run(*jobs):
+        rows, console, failure = [], Console(file=io.StringIO(), width=120), None
+        try:
+            run_jobs(jobs, processes=request.param, threads=1, console=console, on_row=rows.append)
+        except FloatingPointError as error:
+            failure = str(error)
+        return [row["name"] for row in rows], console.file.getvalue(), failure
+
+    return run
+
+
+def test_every_row_comes_and_every_phase_is_told(run):
+    rows, shown, failure = run(Fake("a", 2), Fake("b", 3), Fake("c", 1))
+    assert sorted(rows) == ["a", "b", "c"] and failure is None
+    assert all(f"{name}: counting" in shown for name in "abc")
+
+
+def test_a_failure_is_raised_and_takes_no_finished_row_with_it(run):
+    rows, _, failure = run(Fake("a", 1), Fake("b", 3, fails=True), Fake("c", 600))
+    assert rows == ["a"] and failure == "b came to nothing"
