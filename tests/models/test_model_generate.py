@@ -20,12 +20,13 @@ def assert_greedy(model, ids):
 
 
 def greedy(model, ids, **arguments):
+    arguments = {"max_new_tokens": NEW} | arguments
     if ids is not None:  # without a mask, ``generate`` would take prompt tokens that equal pad_token_id for padding
         arguments.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **arguments)
+    return model.generate(ids, do_sample=False, pad_token_id=0, **arguments)
 
 
-@pytest.mark.parametrize("kind", kinds(SOME_KINDS, quick=("hybrid", "1/t")))
+@pytest.mark.parametrize("kind", kinds(SOME_KINDS, quick=("hybrid",)))
 @torch.no_grad()
 def test_greedy_tokens_alone_and_padded(kind):
     model = tiny_model(**SOME_KINDS[kind])
@@ -77,8 +78,8 @@ def test_sampling_draws_the_same_with_and_without_the_cache():
     samples = []
     for use_cache in (True, False):
         torch.manual_seed(3)
-        samples.append(model.generate(ids, max_new_tokens=12, do_sample=True, num_return_sequences=3, use_cache=use_cache, pad_token_id=0))
-    assert samples[0].shape == (6, 18) and torch.equal(*samples) and len(samples[0].unique(dim=0)) == 6
+        samples.append(model.generate(ids, max_new_tokens=6, do_sample=True, num_return_sequences=3, use_cache=use_cache, pad_token_id=0))
+    assert samples[0].shape == (6, 12) and torch.equal(*samples) and len(samples[0].unique(dim=0)) == 6
 
 
 @pytest.mark.parametrize("kind", kinds(SOME_KINDS, quick=("hybrid",)))
@@ -100,7 +101,8 @@ def test_going_on_from_a_cache(kind):
 @torch.no_grad()
 def test_embeddings_as_prompt():
     model, ids = tiny_model(), tokens(2, 6)
-    assert torch.equal(greedy(model, None, inputs_embeds=model.model.embed_tokens(ids)), greedy(model, ids)[:, 6:])
+    new = greedy(model, None, inputs_embeds=model.model.embed_tokens(ids), max_new_tokens=5)
+    assert torch.equal(new, greedy(model, ids, max_new_tokens=5)[:, 6:])
 
 
 def test_refusals():

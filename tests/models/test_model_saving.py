@@ -13,9 +13,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from fastweights.models import FastWeightsForCausalLM, FastWeightsModel
 from fastweights.precision import float32_parameters
-from tests.models.tiny import EVERY_KIND, SOME_KINDS, tiny_config, tiny_model, tokens
+from tests.models.tiny import EVERY_KIND, SOME_KINDS, kinds, tiny_config, tiny_model, tokens
 
 ROOT = Path(__file__).parents[2]
+FILES = {"config.json", "generation_config.json", "model.safetensors", "fastweights_shim.py"}
 
 
 def float32_names(model):
@@ -28,17 +29,12 @@ def assert_finite(model):
         assert model(tokens(2, 70)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds())
 @torch.no_grad()
 def test_saving_and_loading_is_bit_equal(kind, tmp_path):
     model, ids = tiny_model(**EVERY_KIND[kind]), tokens(2, 12)
     model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "fastweights_shim.py",
-    }
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is FastWeightsForCausalLM and loaded.config == model.config
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -48,7 +44,7 @@ def test_saving_and_loading_is_bit_equal(kind, tmp_path):
     assert type(body) is FastWeightsModel and torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds())
 def test_gates_and_norms_stay_float32_in_bfloat16(kind, tmp_path):
     """Built in bfloat16, cast to it, loaded in it: the same float32 bits each time, finite, and the rest in bfloat16."""
     model = tiny_model(**EVERY_KIND[kind])
@@ -90,7 +86,7 @@ def test_bfloat16_and_autocast_are_close_to_float32(kind):
     assert low.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 44)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds())
 def test_from_the_meta_device(kind):
     """Materialised and initialised afterwards, a model has the first weights that a model built at once is given."""
     config = tiny_config(**EVERY_KIND[kind], tie_word_embeddings=False)
@@ -193,13 +189,23 @@ else:
 """
 
 
-def test_folders_load_elsewhere_in_any_order_of_imports(tmp_path):
+def elsewhere(folder, script):
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    code = f"FOLDER = {str(folder)!r}\n{script}"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, script + run.stderr
+
+
+@pytest.mark.full
+def test_folders_load_where_nobody_imported_us(tmp_path):
     tiny_model().save_pretrained(tmp_path)
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    for script in (LOAD, FIRST, LAST, INSIDE, ABSENT):
-        code = f"FOLDER = {str(tmp_path)!r}\n{script}"
-        run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, script + run.stderr
+    elsewhere(tmp_path, LOAD)
     again = tmp_path / "again"
-    assert {path.name for path in again.iterdir()} == {"config.json", "generation_config.json", "model.safetensors", "fastweights_shim.py"}
+    assert {path.name for path in again.iterdir()} == FILES, "our source files are not copied"
     assert json.loads((again / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"] == "fastweights_shim.FastWeightsForCausalLM"
+
+
+@pytest.mark.parametrize("script", [FIRST, *(pytest.param(script, marks=pytest.mark.full) for script in (LAST, INSIDE, ABSENT))])
+def test_folders_load_in_any_order_of_imports(script, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    elsewhere(tmp_path, script)

@@ -21,9 +21,13 @@ EVERY_KIND = {rules: {"mixer": rules} for rules in ALL_RULES} | HYBRIDS
 """Name -> arguments of the config: every write with every read, and everything else a model can be made of."""
 SOME_KINDS = {name: EVERY_KIND[name] for name in ("kla+ccq", "gla+raw", "hybrid", "sliding", "1/t")}
 """One of each sort of state, for what does not depend on the rule."""
+PAIRWISE = [f"{write}+{('ccq', 'raw')[i % 2]}" for i, write in enumerate(WRITE_RULES)] + ["kla+ccq", *HYBRIDS]
+"""Every write with one of the reads, and all else: what ``make test`` takes where the rule may matter."""
+QUICK = ("kla+ccq", "hybrid", "two rules", "all of CCQ", "grouped, no conv, no MLP")
+"""Between them, all that a state or a parameter can be."""
 
 
-def kinds(names=EVERY_KIND, quick=()):
+def kinds(names=EVERY_KIND, quick=QUICK):
     """Parameters for a test: the ``quick`` ones in ``make test``, the others in ``make test-full``."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
 
