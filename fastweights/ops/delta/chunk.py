@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastweights.notation import Coefficients
+from fastweights.ops.heads import per_own_head, per_value_head, working_dtype
 from fastweights.ops.segments import Segments, fit
 
 CHUNK = 32
@@ -65,7 +66,7 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the final state; for the backward (empty unless ``keep``) the inverses, the errors E, and the memory before each chunk."""
-    (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
+    (B, T, Hv, V), K, real = v.shape, k.shape[3], working_dtype(q)
     segments = Segments.of(B, T, cu_seqlens, CHUNK)
     C = segments.chunk
     inverses, errors, memories = _kept(keep, v, segments.chunks * Hv, C, K)
@@ -73,24 +74,21 @@ def _forward(
     S = v.new_zeros((segments.rows, Hv, K, V), dtype=real) if state is None else segments.sort(state.to(real))
     for span in segments.spans(max(SPAN // Hv, 1)):
         x = _Span(span, q, k, v, beta, log_decay, key_scale, query_scale, scale)
-        e, now = x.cut(v), x.rows_of(S)
-        if value_scale is not None:
-            e *= x.cut(value_scale).unsqueeze(-1)
         P, L = x.products(x.decay.mul_(x.beta.unsqueeze(-2))).unbind(1)
-        inverse, reads = _inverse(L), torch.empty_like(e)
+        inverse, now = _inverse(L), x.rows_of(S)
+        z = x.zeros_and_values(v, value_scale)
+        e = z.new_empty(z[:, C:].shape)
         before = memories[x.held] if keep else None
-        for step, y, P_, inverse_, e_, reads_ in x.steps(x.y, P, inverse, e, reads):
-            now = now[: len(y)]
+        for step, reader, writer, inverse_, z_, e_, total in x.steps(x.reader(), x.writer(), inverse, z, e, x.total):
+            now = now[: len(e_)]
             if before is not None:
                 before[step] = now
-            z = torch.bmm(y, now).mul_(x.reach[step])
-            right = torch.sub(e_, z[:, C:], out=z[:, C:])
-            torch.bmm(inverse_, right, out=e_)
-            torch.baddbmm(z[:, :C], P_, e_, out=reads_)
-            now.mul_(x.total[step]).baddbmm_(y[:, C:].mT, e_ * x.weight[step])
+            z_.baddbmm_(reader, now)  # diag(eᵍ) Q̂ S above V̂ − diag(eᵍ) K̂ S
+            torch.bmm(inverse_, z_[:, C:], out=e_)
+            now.mul_(total).baddbmm_(writer.mT, e_)
+        x.join(torch.baddbmm(z[:, :C], P, e), o)
         if keep:
             inverses[x.held], errors[x.held] = inverse, e
-        x.join(reads, o)
     return o, segments.unsort(S), inverses, errors, memories
 
 
@@ -106,13 +104,13 @@ def _(q, k, v, beta, log_decay, key_scale, value_scale, query_scale, state, cu_s
     else:  # the number of chunks depends on the values in cu_seqlens
         context = torch.library.get_ctx()
         M, C = context.new_dynamic_size(), context.new_dynamic_size()
-    final = v.new_empty((rows, Hv, K, V), dtype=_real(q.dtype))
+    final = v.new_empty((rows, Hv, K, V), dtype=working_dtype(q))
     return torch.empty_like(v, memory_format=torch.contiguous_format), final, *_kept(keep, v, M, C, K)
 
 
 def _kept(keep: bool, v: Tensor, M, C, K) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the inverses, the errors and the memories of M chunks; empty unless ``keep``."""
-    V, dtype = v.shape[3], _real(v.dtype)
+    V, dtype = v.shape[3], working_dtype(v)
     shapes = ((M, C, C), (M, C, V), (M, K, V)) if keep else ((0,), (0,), (0,))
     return v.new_empty(shapes[0], dtype=dtype), v.new_empty(shapes[1], dtype=dtype), v.new_empty(shapes[2], dtype=dtype)
 
@@ -153,7 +151,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, log_decay, key_scale, value_scale, query_scale and state; empty where there is no such operand."""
-    (B, T, Hv, V), K, real = v.shape, k.shape[3], _real(q.dtype)
+    (B, T, Hv, V), K, real = v.shape, k.shape[3], working_dtype(q)
     segments = Segments.of(B, T, cu_seqlens, CHUNK)
     dS = v.new_zeros((segments.rows, Hv, K, V), dtype=real) if dfinal is None else segments.sort(dfinal.to(real))
     per_head = [v.new_empty((B, T, Hv, *size), dtype=real) for size in ((K,), (K,), (V,), (), ())]
@@ -187,24 +185,24 @@ def _backward_span(x: "_Span", inverse: Tensor, e: Tensor, memories: Tensor, do:
     C = x.y.shape[1] // 2
     raw = x.products(x.decay)  # P and L without β
     P = raw[:, 0] * x.beta.unsqueeze(-2)
-    reach = x.reach * torch.tensor([[1.0], [-1.0]]).to(e).repeat_interleave(C, dim=0)  # keys read S with a minus
     dy, dk, dv, dproducts = torch.empty_like(x.y), e.new_empty(x.k.shape), torch.empty_like(e), torch.empty_like(raw)
     dreach, dweight, dtotal = e.new_empty(x.y.shape[:2]), torch.empty_like(x.beta), e.new_empty(len(e))
-    steps = list(x.steps(x.y, P, inverse, e, memories, do, dy, dk, dv, dproducts.flatten(1, 2)))
-    for step, y, P_, inverse_, e_, S, do_, dy_, dk_, dv_, dproducts_ in reversed(steps):
-        now, weight = dS[: len(y)], x.weight[step]
+    small = (x.reach, x.weight, x.total, dreach, dweight, dtotal)
+    steps = list(x.steps(x.y, P, inverse, e, memories, do, dy, dk, dv, dproducts.flatten(1, 2), *small))
+    for _, y, P_, inverse_, e_, S, do_, dy_, dk_, dv_, dproducts_, reach, weight, total, dreach_, dweight_, dtotal_ in reversed(steps):
+        now = dS[: len(y)]
         de = torch.bmm(y[:, C:], now)
-        torch.sum(de * e_, -1, out=dweight[step])
+        torch.sum(de * e_, -1, out=dweight_)
         de.mul_(weight).baddbmm_(P_.mT, do_)
         torch.bmm(inverse_.mT, de, out=dv_)
         dz = torch.cat([do_, dv_], dim=1)
         torch.bmm(dz, e_.mT, out=dproducts_)
-        dz.mul_(reach[step])
+        dz.mul_(reach)
         torch.bmm(dz, S.mT, out=dy_)
-        torch.sum(dy_ * y, -1, out=dreach[step])
+        torch.sum(dy_ * y, -1, out=dreach_)
         torch.bmm(e_ * weight, now.mT, out=dk_)
-        torch.sum(now * S, (1, 2), out=dtotal[step])
-        now.mul_(x.total[step]).baddbmm_(y.mT, dz)
+        torch.sum(now * S, (1, 2), out=dtotal_)
+        now.mul_(total).baddbmm_(y.mT, dz)
 
     dproducts[:, 1].neg_().diagonal(dim1=1, dim2=2).zero_()
     pairs = raw.mul_(dproducts).sum(1)  # the gradient of log D, but for β
@@ -226,7 +224,7 @@ class _Span:
     """What forward and backward both need of a span. Chunks and value heads share the first dimension M = chunks · Hv."""
 
     def __init__(self, span, q, k, v, beta, log_decay, key_scale, query_scale, scale):
-        self.span, self.heads, self.real, C = span, v.shape[2], _real(q.dtype), span.chunk
+        self.span, self.heads, self.real, C = span, v.shape[2], working_dtype(q), span.chunk
         self.held = slice(span.offset * self.heads, (span.offset + span.chunks) * self.heads)
         """Its chunks among all."""
         self.y = self._queries_and_keys(q, k, query_scale, key_scale, scale)
@@ -242,14 +240,15 @@ class _Span:
         self.beta = torch.ones_like(a) if beta is None else self.cut(beta)
         self.weight = (self.fade * self.beta).unsqueeze(-1)
         """w ``[M, C, 1]``."""
-        self.reach = a.double().cumsum(-1).exp_().to(a.dtype).repeat(1, 2).unsqueeze(-1)
-        """exp(g), for queries and for keys ``[M, 2C, 1]``."""
-        self.total = self.reach[:, -1:]
+        reach = a.double().cumsum(-1).exp_().to(a.dtype).unsqueeze(-1)
+        self.reach = torch.cat([reach, -reach], dim=1)
+        """exp(g) for queries, −exp(g) for keys: what each adds to its line is that times its product with S ``[M, 2C, 1]``."""
+        self.total = reach[:, -1:]
         """exp(g_C) ``[M, 1, 1]``."""
 
     def cut(self, x: Tensor) -> Tensor:
         """``[B, T, heads, …] -> [M, C, …]`` in the working precision; key heads are repeated for their value heads."""
-        return _per_value_head(self.span.cut(x, self.real), 1, self.heads).flatten(0, 1)
+        return per_value_head(self.span.cut(x, self.real), 1, self.heads).flatten(0, 1)
 
     def join(self, x: Tensor, out: Tensor) -> None:
         """``[M, C, …]`` into its tokens of ``out [B, T, Hv, …]``."""
@@ -264,6 +263,23 @@ class _Span:
         steps = [slice(step.start * self.heads, step.stop * self.heads) for step in self.span.steps]
         sizes = [step.stop - step.start for step in steps]
         return zip(steps, *(x.split(sizes) for x in tensors), strict=True)
+
+    def zeros_and_values(self, v: Tensor, value_scale: Tensor | None) -> Tensor:
+        """0 above v̂ ``[M, 2C, V]``."""
+        z = self.y.new_zeros((self.span.chunks, self.heads, 2 * self.span.chunk, v.shape[3]))
+        values = z[:, :, self.span.chunk :]
+        self.span.cut(v, out=values)
+        if value_scale is not None:
+            values *= self.cut(value_scale).view(*values.shape[:3], 1)
+        return z.flatten(0, 1)
+
+    def reader(self) -> Tensor:
+        """diag(eᵍ) Q̂ above −diag(eᵍ) K̂ ``[M, 2C, K]``."""
+        return self.y * self.reach
+
+    def writer(self) -> Tensor:
+        """diag(w) K̂ ``[M, C, K]``."""
+        return self.k * self.weight
 
     def products(self, decay: Tensor) -> Tensor:
         """The lower parts of Q̂K̂ᵀ and K̂K̂ᵀ times ``decay [M, C, C]``: ``[M, 2, C, C]``."""
@@ -305,19 +321,7 @@ def _unscale(dx: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tens
     """From the gradient of factor·x per value head ``[B, T, Hv, X]`` to those of x and of the factor, in their heads and dtypes."""
     Hv = dx.shape[2]
     if factor is None:
-        return _per_own_head(dx, x.shape[2]).to(x.dtype), dx.new_empty(0)
-    dfactor = torch.linalg.vecdot(dx, _per_value_head(x, 2, Hv).to(dx.dtype))
-    dx = dx.mul_(_per_value_head(factor, 2, Hv).unsqueeze(-1))
-    return _per_own_head(dx, x.shape[2]).to(x.dtype), _per_own_head(dfactor, factor.shape[2]).to(factor.dtype)
-
-
-def _per_value_head(x: Tensor, dim: int, heads: int) -> Tensor:
-    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
-
-
-def _per_own_head(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        return per_own_head(dx, x.shape[2]).to(x.dtype), dx.new_empty(0)
+    dfactor = torch.linalg.vecdot(dx, per_value_head(x, 2, Hv).to(dx.dtype))
+    dx = dx.mul_(per_value_head(factor, 2, Hv).unsqueeze(-1))
+    return per_own_head(dx, x.shape[2]).to(x.dtype), per_own_head(dfactor, factor.shape[2]).to(factor.dtype)
