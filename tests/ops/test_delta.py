@@ -49,6 +49,20 @@ def test_gradient_of_a_gate_that_shuts_keeps_its_digits():
     assert ((got - exact).abs() <= rounding * exact.abs().max()).all()
 
 
+def in_pieces(form, cuts):
+    """The form run piece by piece, the state handed on."""
+
+    def split(q, k, v, coef, *, scale, state, cu_seqlens):
+        outputs = []
+        for a, b in pairwise([0, *cuts, q.shape[1]]):
+            piece = Coefficients(*(None if c is None else c[:, a:b] for c in coef))
+            o, state = form(q[:, a:b], k[:, a:b], v[:, a:b], piece, scale=scale, state=state)
+            outputs.append(o)
+        return torch.cat(outputs, dim=1), state
+
+    return split
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-4, 1.0, 1e3])
@@ -70,15 +84,15 @@ def run_forward(form, x: Problem):
     return {"o": o, "state": state}
 
 
-@pytest.mark.parametrize("T, K, backward", [(16_384, 16, False), pytest.param(16_384, 16, True, marks=pytest.mark.full), (1_000, 32, True)])
-def test_equal_keys_and_strong_writes(T, K, backward):
+@pytest.mark.parametrize("T, backward", [(16_384, False), pytest.param(16_384, True, marks=pytest.mark.full), (1_000, True)])
+def test_equal_keys_and_strong_writes(T, backward):
     """β up to 1.9 on one key (nearly one in the second row): the system's matrix has powers that explode, its inverse does not."""
-    x = make(Case(T=T, K=K, V=16, heads=(1, 2), rows="two", decay=None, beta="over-relaxed", scales=(None, None, None)))
+    x = make(Case(T=T, K=16, V=16, heads=(1, 2), rows="two", decay=None, beta="over-relaxed", scales=(None, None, None)))
     spread = torch.tensor([0.0, 1e-3])[:, None, None, None]
     k = F.normalize(torch.ones_like(x.k) + spread * torch.randn_like(x.k), dim=-1)
     x = replace(x, k=k, coef=x.coef._replace(beta=1.9 * torch.rand_like(x.coef.beta).sqrt()))
-    if backward:
-        check(chunk_delta, reference_delta, x)
+    if backward:  # the loop's own backward is quadratic in T: in pieces it is not
+        check(chunk_delta, in_pieces(reference_delta, range(500, T, 500)), x)
     else:
         compare(*(run_forward(f, p) for f, p in ((chunk_delta, x), (reference_delta, x), (reference_delta, x.to(torch.float64)))))
 
@@ -137,20 +151,6 @@ def test_chunk_refuses_a_second_derivative():
     (grad,) = torch.autograd.grad(chunk_delta(x.q, x.k, v, x.coef)[0].square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         grad.sum().backward()
-
-
-def in_pieces(form, cuts):
-    """The form run piece by piece, the state handed on."""
-
-    def split(q, k, v, coef, *, scale, state, cu_seqlens):
-        outputs = []
-        for a, b in pairwise([0, *cuts, q.shape[1]]):
-            piece = Coefficients(*(None if c is None else c[:, a:b] for c in coef))
-            o, state = form(q[:, a:b], k[:, a:b], v[:, a:b], piece, scale=scale, state=state)
-            outputs.append(o)
-        return torch.cat(outputs, dim=1), state
-
-    return split
 
 
 @given(st.lists(st.integers(0, 200), max_size=6).map(sorted))
