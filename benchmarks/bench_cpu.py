@@ -2,19 +2,22 @@
 
     python benchmarks/bench_cpu.py [--rounds 15] [--output benchmarks/results/cpu.jsonl]
 
-Both run in one process on the same inputs, turn by turn, so that a busy machine slows both; medians and their ratio are reported. Before a
-shape is timed its results must pass: against our own form in float64 (which the tests hold to the reference loop) every output and gradient
-errs at most twice as much as the peer's.
+Both run in one process on the same inputs, turn by turn, so that a busy machine slows both; medians and their ratio are reported, with the
+machine's load beside them in the rows. OMP_NUM_THREADS sets the number of threads. Before a shape is timed its results must pass: against
+our own form in float64 (which the tests hold to the reference loop) every output and gradient errs at most twice as much as the peer's.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads would measure the other load of a busy machine
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +127,7 @@ def main() -> None:
                 "bar": bar,
                 "aim": aim,
                 "rounds": arguments.rounds,
+                "load": round(os.getloadavg()[0], 1),
             }
             records.append_rows(arguments.output, [row | records.provenance(device="cpu", seed=arguments.seed)])
 
