@@ -209,12 +209,20 @@ def test_it_learns():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("kind", ["kla+ccq", "gla+raw", "gated_deltanet+raw", "softmax"])
-def test_compiled_without_graph_breaks(kind):
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "aot_eager") for kind in ("kla+ccq", "gla+raw", "softmax")),
+        pytest.param("hybrid", "inductor", marks=pytest.mark.full),
+        *(pytest.param(kind, "aot_eager", marks=pytest.mark.full) for kind in EVERY_KIND),
+    ],
+)
+def test_compiled_without_graph_breaks(kind, backend):
     model, ids = tiny_model(**EVERY_KIND[kind]).train(), tokens(2, 40)
     eager = model(ids, labels=ids).loss
     expected = gradients(model, eager)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     value = compiled(ids, labels=ids).loss
     torch.testing.assert_close(value, eager)
     assert_same_gradients(gradients(model, value), expected)
