@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from fastweights.evaluate.perplexity import choose_stretches, score_lengths, stream_nats
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
@@ -112,17 +113,27 @@ def test_a_uniform_model_has_log2_of_the_vocabulary(documents):
     assert done[-1] == (128, 128)
 
 
-def test_context_that_helps_is_seen():
-    """A model that copies the token before the last scores the middle of a repeated text; its first tokens cost more."""
-    model, text = kla_ccq(), np.tile(np.arange(8, dtype=np.uint16), 40)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(60):
-        ids = (torch.randint(42, (8, 1)) + torch.tensor(text[:64].astype(np.int64))) % 50
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    short, long = score_lengths(model.eval(), [text], lengths=[2, 256], tokens=256).lengths
-    assert long.bits_per_byte.value < short.bits_per_byte.value
+class Counting(PreTrainedModel):
+    """Predicts a token by how often it has seen it (add-one): what context is worth to it can be computed by hand."""
+
+    def __init__(self):
+        super().__init__(PreTrainedConfig())
+        self.config.vocab_size = 4
+        self.place = torch.nn.Parameter(torch.zeros(1))  # a model is where its parameters are
+
+    def forward(self, input_ids, use_cache, cache=None):
+        seen = F.one_hot(input_ids, 4).float().cumsum(1) + (0 if cache is None else cache[:, None])
+        return ModelOutput(logits=(seen + 1).log(), **({"cache": seen[:, -1]} if use_cache else {}))
+
+
+def test_what_context_is_worth_is_what_it_is():
+    """A text of one token a hundred times: after n of them, 1/(n + 4) of the probability is on each of the others."""
+    curve = score_lengths(Counting(), [np.zeros(97, np.uint16)], lengths=[1, 8, 96], tokens=96, chunk=5)
+    for score in curve.lengths:
+        by_place = [-math.log2((n + 1) / (n + 4)) for n in range(1, score.length + 1)]
+        assert score.bits_per_byte.value == pytest.approx(np.mean(by_place), rel=1e-5)
+    values = [score.bits_per_byte.value for score in curve.lengths]
+    assert values == sorted(values, reverse=True) and values[0] == pytest.approx(math.log2(5 / 2), rel=1e-5)
 
 
 def test_stretches_are_drawn_from_anywhere_the_same_each_time():
