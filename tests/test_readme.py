@@ -1,6 +1,8 @@
 """README is true: its example runs, its links exist, its commands are the Makefile's, and its table is the recorded rows'."""
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,8 @@ def test_links_lead_somewhere(page):
 def test_make_has_the_commands():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     assert set(re.findall(r"^make ([a-z-]+)", README, flags=re.M)) <= targets
+
+
+def test_the_table_is_the_recorded_rows():
+    page = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
+    assert page["MARKED"].findall(README) == [page["table"](json.loads(page["RESULTS"].read_text()))]
