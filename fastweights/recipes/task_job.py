@@ -115,7 +115,11 @@ class TaskJob:
             done += samples
             report("measuring", done, total, "")
 
-        rows = list(accuracy(model, settings.evaluate, samples=settings.samples, on_samples=measured))
+        rows = []
+        for row in accuracy(model, settings.evaluate, samples=settings.samples, on_samples=measured):
+            rows.append(row)
+            if should_stop():
+                return None
         self.checkpoint.unlink(missing_ok=True)
         last = trained.curve[-1]
         return {

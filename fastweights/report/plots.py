@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from fastweights.report.html import Html, escape
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f4e37", "#000000")
 """Okabe and Ito's, which the colour-blind tell apart; strokes change where they run out."""
 STROKES = ("-", "--", ":", "-.")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10.5,
     "axes.edgecolor": "#8c959f",

@@ -245,6 +245,7 @@ def test_an_interrupted_measurement_does_not_train_again(job):
     with pytest.raises(KeyboardInterrupt):
         interrupted.run(report, lambda: False)
     assert interrupted.checkpoint.exists()
+    assert interrupted.run(lambda *told: None, lambda: True) is None  # asked to stop after a measurement
     told = []
     row = interrupted.run(lambda phase, *rest: told.append(phase), lambda: False)
     assert row["steps"] == 6 and "training" not in told and not interrupted.checkpoint.exists()
