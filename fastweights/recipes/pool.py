@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import queue
@@ -16,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 Row = dict[str, Any]
 Report = Callable[[str, int, int, str], None]
@@ -183,22 +184,25 @@ def _board(jobs: Sequence[Work], console: Console) -> Iterator[Callable[[int], R
         BarColumn(bar_width=28),
         TextColumn("{task.percentage:>3.0f}%"),
         TextColumn("{task.fields[note]:>10}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("{task.fields[taken]:>8}"),
         TimeRemainingColumn(),
+        TextColumn("left"),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = [progress.add_task("waiting", start=False, label=job.name, note="", total=1) for job in jobs]
+        tasks = [progress.add_task("waiting", start=False, label=job.name, note="", taken="", total=1) for job in jobs]
         phases: dict[int, str] = {}
+        began: dict[int, float] = {}
 
         def report_of(number: int) -> Report:
             def report(phase: str, done: int, total: int, note: str) -> None:
                 if phases.get(number) != phase:
                     phases[number] = phase
+                    began.setdefault(number, time.monotonic())
                     progress.reset(tasks[number], description=phase, total=total)
                     if not console.is_terminal:
                         console.print(f"{jobs[number].name}: {phase}", highlight=False)
-                progress.update(tasks[number], completed=done, total=total, note=note)
+                taken = str(datetime.timedelta(seconds=int(time.monotonic() - began[number])))
+                progress.update(tasks[number], completed=done, total=total, note=note, taken=taken)
 
             return report
 
