@@ -86,7 +86,7 @@ def test_the_demo_with_its_own_settings_made_small(call, monkeypatch, tmp_path):
     """The shipped command from the parser to the report: all four mixers on the standard library, in seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
-    small = "--steps 3 --batch-tokens 256 --sequence-length 64 --hidden-size 32 --num-hidden-layers 1 --intermediate-size 48"
+    small = "--steps 3 --batch-tokens 256 --sequence-length 64 --hidden-size 48 --num-hidden-layers 1 --intermediate-size 48"
     measure = "--validation-tokens 512 --length-tokens 1024 --sample-tokens 5 --processes 1 --device cpu --log-every 1"
     code, text = call("demo", *small.split(), *measure.split())
     assert code == 0

@@ -121,7 +121,7 @@ def test_pieces():
     assert "<td>2</td>" in table(["name", "n"], [("a", 2)])
     assert interval({"value": 2.3456, "low": 2.3, "high": 2.4}) == "2.346 ± 0.050"
     assert interval({"value": -0.01, "low": None, "high": None}, signed=True) == "-0.010"
-    assert [short_number(x) for x in (0, 8, 256, 1024, 4096, 2**20, 1500, 2_500_000, 3000)] == [
+    assert [short_number(float(x)) for x in (0, 8, 256, 1024, 4096, 2**20, 1500, 2_500_000, 3000)] == [
         "0", "8", "256", "1K", "4K", "1M", "1.5k", "2.5M", "3k",
     ]  # fmt: skip
 
