@@ -116,7 +116,9 @@ def _by_context(results: Mapping[str, Any], entries: Sequence[Entry], names: Seq
             markers=True,
             marks=trained,
         )
-        content.append(figure(relative, f"Below zero is better than {names[0]}. A band that does not touch zero is a difference."))
+        seeds = len(entries[0]["seeds"])
+        sure = f"of the mixers, over {seeds} seeds" if seeds > 1 else "between these very models; another seed may move it"
+        content.append(figure(relative, f"Below zero is better than {names[0]}. A band that does not touch zero is a difference {sure}."))
     position = curves(
         [
             Curve(name, *zip(*((_middle(p), p["value"], p["low"], p["high"]) for p in entry["positions"]), strict=True))
