@@ -23,7 +23,7 @@ SPLIT = Tile(16, 16, 1, 1, 32)
 WHOLE = Tile(16, 128, 1, 1, 64)
 SMALL = {
     **DECAY,
-    "T": (65, 0, 1, 17, 100),
+    "T": (40, 0, 1, 17),
     "K": (16, 20),
     "V": (16, 20, 40),
     "dtype": (torch.float32, torch.float16),
@@ -40,7 +40,7 @@ def check(form, problem):
     for output, upstream in ((exact["o"], problem.grad_o), (exact["final state"], problem.grad_state)):
         if upstream is not None:
             sums += (output * upstream).abs().sum()
-    if "grad log_decay" in got:
+    if problem.q.numel() and "grad log_decay" in got:
         error = largest_error(got.pop("grad log_decay"), exact["grad log_decay"])
         allowed = 2 * largest_error(plain.pop("grad log_decay"), exact.pop("grad log_decay"))
         assert error <= allowed + 4 * torch.finfo(precision).eps * sums, f"grad log_decay: error {error:.3g}, sums {sums:.3g}"
