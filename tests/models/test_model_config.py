@@ -12,7 +12,7 @@ from fastweights.layers import mixer_options
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.models.modeling import CACHE
 from fastweights.write import WRITE_RULES
-from tests.models.tiny import ALL_RULES, EVERY_KIND, tiny_config, tokens
+from tests.models.tiny import ALL_RULES, EVERY_KIND, kinds, tiny_config, tokens
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_default_is_the_paper_s_size():
     assert (mixer.head_k_dim, mixer.head_v_dim, mixer.num_heads) == (96, 192, 12)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds())
 def test_a_saved_configuration_is_the_same(kind, tmp_path):
     config = tiny_config(**EVERY_KIND[kind], eos_token_id=3)
     config.save_pretrained(tmp_path)
