@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastweights.notation import CuSeqlens, Hidden
+from fastweights.precision import at_least_float32
 
 IGNORE = -100
 """The label that asks for no prediction, as everywhere in PyTorch."""
@@ -24,7 +27,7 @@ def next_token_targets(
 
     There is none at the end of a row or a document, and none from or to a masked token: padding predicts nothing and is not predicted.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    targets = F.pad(labels[:, 1:].long(), (0, 1), value=IGNORE)
     if cu_seqlens is not None:
         end = (cu_seqlens[1:].long() - 1) % labels.shape[1]  # of an empty document in front it is −1, which wraps to the row's end
         last = torch.zeros_like(targets, dtype=torch.bool).index_fill(1, end, True)
@@ -35,19 +38,24 @@ def next_token_targets(
     return targets
 
 
-def token_losses(hidden: Hidden, weight: Float[Tensor, "vocabulary D"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """−log p(target) in nats, float32; 0 where there is no target. ``hidden [B, T, D]`` is the model's, ``weight`` the output projection's.
+def token_losses(hidden: Hidden, head: Callable[[Tensor], Tensor], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """−log p(target) in nats, float32; 0 where there is no target. ``hidden [B, T, D]`` is the model's, ``head`` makes logits of it.
 
     Logits exist for `CHUNK` tokens at a time. With gradients each chunk makes its logits again in the backward pass.
     """
-    B, T, _ = hidden.shape
     pieces = zip(hidden.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
     losses = [
-        checkpoint(_chunk_losses, x, weight, target, use_reentrant=False) if torch.is_grad_enabled() else _chunk_losses(x, weight, target)
+        checkpoint(_losses_of_piece, x, head, target, use_reentrant=False) if torch.is_grad_enabled() else _losses_of_piece(x, head, target)
         for x, target in pieces
     ]
-    return torch.cat(losses).view(B, T)
+    return torch.cat(losses).view(targets.shape)
 
 
-def _chunk_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE, reduction="none")
+def losses_of_logits(logits: Float[Tensor, "*batch vocabulary"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """The same from logits, in float32 (float64 for float64)."""
+    losses = F.cross_entropy(at_least_float32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view(targets.shape)
+
+
+def _losses_of_piece(x: Tensor, head: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
+    return losses_of_logits(head(x), target)

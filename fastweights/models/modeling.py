@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from fastweights.layers import RMSNorm, SwiGLU
 from fastweights.models.cache import FastWeightsCache, LayerState
 from fastweights.models.config import FastWeightsConfig
-from fastweights.models.loss import IGNORE, next_token_targets, token_losses
+from fastweights.models.loss import IGNORE, losses_of_logits, next_token_targets, token_losses
 from fastweights.models.padding import Packing, real_tokens
 from fastweights.notation import CuSeqlens, Hidden
 
@@ -217,10 +217,8 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             targets = next_token_targets(labels, attention_mask, cu_seqlens)
-            if isinstance(logits_to_keep, int) and logits_to_keep == 0:
-                total = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
-            else:
-                total = token_losses(hidden, self.lm_head.weight, targets).sum()
+            have_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+            total = (losses_of_logits(logits, targets) if have_all else token_losses(hidden, self.lm_head, targets)).sum()
             items = (targets != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)})
@@ -242,7 +240,7 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             input_ids, attention_mask=attention_mask, cache=cache, use_cache=cache is not None, cu_seqlens=cu_seqlens, return_dict=True
         )
         targets = next_token_targets(input_ids if labels is None else labels, attention_mask, cu_seqlens)
-        return token_losses(outputs.last_hidden_state, self.lm_head.weight, targets)
+        return token_losses(outputs.last_hidden_state, self.lm_head, targets)
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs) -> None:
         if generation_mode not in GENERATION_MODES:
