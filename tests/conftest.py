@@ -24,3 +24,10 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def one_seed_per_test():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(request):
+    """The compiler counts recompilations of one function over the whole process: one test's shapes are not the next one's."""
+    if request.node.get_closest_marker("compile"):
+        torch._dynamo.reset()

@@ -44,7 +44,7 @@ def task_table(results: Mapping[str, Any]) -> Table:
     standings = results["standings"]
     spread = "the 95 % interval" if len(standings[0]["seeds"]) == 1 else "the worst and the best seed"
     table = Table(title=f"{results['preset']}: accuracy in %, with {spread}", title_justify="left")
-    table.add_column("mixer")
+    table.add_column("mixer", no_wrap=True)
     for column in (*(one["evaluation"] for one in whole(standings[0])), "learning rate", "steps"):
         table.add_column(column, justify="right")
     for one in standings:

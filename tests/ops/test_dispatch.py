@@ -171,7 +171,6 @@ COMPILE_WARNS = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is 
 @pytest.mark.parametrize("rows, T", [("two", 70), ("packed", 70), ("packed", 3), pytest.param("two", 3, marks=pytest.mark.full)])
 def test_delta_compiles_into_one_graph(rows, T):
     """Forward and backward, through the checks and dispatch; other lengths too."""
-    torch._dynamo.reset()
     compiled = torch.compile(ops.delta, fullgraph=True)
     for length in (T, T + 30) if T > dispatch.FEW else (T,):
         x = make(Case(T=length, K=16, V=16, rows=rows))
@@ -183,7 +182,6 @@ def test_delta_compiles_into_one_graph(rows, T):
 @COMPILE_WARNS
 @pytest.mark.compile
 def test_step_compiles_and_writes_into_its_state():
-    torch._dynamo.reset()
     x = make(Case(T=1, K=16, V=16))
     state, expected = x.state.clone(), x.state.clone()
     step = torch.compile(lambda state: ops.delta_step_(x.q, x.k, x.v, x.coef, state), fullgraph=True)
