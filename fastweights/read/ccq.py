@@ -97,13 +97,16 @@ class CCQ(ReadRule):
         lam = (logit + self.lambda_bias.to(q.dtype)).sigmoid()
         return lam if self.log_strength is None else math.sqrt(self.head_k_dim) * self.log_strength.to(q.dtype).exp() * lam
 
-    def forward(self, q, k, coef: Coefficients, *, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, CCQState]:
+    def operands(self, q: Query, k: Key, coef: Coefficients) -> tuple[Key, PerHead, PerHead | None]:
+        """The keys that Σ is of (before ``unit_keys``), λ, and by what log_decay Σ forgets (None: not at all)."""
         k = k if self.unit_keys else as_written(k, coef)  # a unit key has no length, so key_scale would drop out
-        lam = self.strength(q, coef.query_scale)
-        log_decay = coef.log_decay if self.options.forget == "memory" else None
+        return k, self.strength(q, coef.query_scale), coef.log_decay if self.options.forget == "memory" else None
+
+    def forward(self, q, k, coef: Coefficients, *, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, CCQState]:
+        k, lam, log_decay = self.operands(q, k, coef)
         if self.watched and lam.numel():
             with torch.no_grad():
-                self.lambda_times_trace = (lam * self._trace(k, log_decay, state, cu_seqlens)).amax()
+                self.lambda_times_trace = (lam * self.trace(k, log_decay, state, cu_seqlens)).amax()
         return ops.ccq_query(
             q,
             k,
@@ -116,8 +119,12 @@ class CCQ(ReadRule):
             backend=backend,
         )
 
-    def _trace(self, k: Key, log_decay: PerHead | None, state: CCQState | None, cu_seqlens: CuSeqlens | None) -> PerHead:
-        """tr Σ_t = mean of ‖k‖² − ‖mean of k‖², ``[B, T, Hk]``.
+    def step_(self, q, k, coef: Coefficients, state, *, backend="auto") -> Tensor:
+        k, lam, log_decay = self.operands(q, k, coef)
+        return ops.ccq_step_(q, k, lam, state, log_decay=log_decay, unit_keys=self.unit_keys, eps=self.options.eps, backend=backend)
+
+    def trace(self, k: Key, log_decay: PerHead | None, state: CCQState | None = None, cu_seqlens: CuSeqlens | None = None) -> PerHead:
+        """tr Σ_t = mean of ‖k‖² − ‖mean of k‖², ``[B, T, Hk]``, for the keys and log_decay of `operands`, after ``state``.
 
         The sums are one more decay memory, with a single key channel that is always 1; in float64, where the difference keeps its digits.
         """

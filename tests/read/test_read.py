@@ -153,7 +153,7 @@ class TestWatching:
     def test_costs_nothing_when_nobody_asks(self, monkeypatch):
         rule, read = pair()
         x, q, k, v = inputs()
-        monkeypatch.setattr(type(read), "_trace", lambda *a: pytest.fail("computed unasked"))
+        monkeypatch.setattr(type(read), "trace", lambda *a: pytest.fail("computed unasked"))
         read(q, k, coefficients(rule, x, q, k, v))
 
     def test_no_tokens_leave_it_as_it_was(self):
