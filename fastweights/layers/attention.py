@@ -7,13 +7,13 @@ y = W_out (RMSNorm_head(K^-½ · Sᵀq) · SiLU(W_gate x))
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastweights import ops
 from fastweights.layers.conv import ShortConv
 from fastweights.layers.norm import RMSNorm
 from fastweights.layers.place import check_hidden, positions
-from fastweights.notation import CuSeqlens, Hidden, MemoryState
+from fastweights.notation import Coefficients, CuSeqlens, Hidden, MemoryState
 from fastweights.options import check_known, option_defaults
 from fastweights.read import READ_RULES
 from fastweights.write import WRITE_RULES
@@ -84,6 +84,7 @@ class FastWeightAttention(nn.Module):
         )
         self.read = READ_RULES[read](self.write, **read_options)
         self.recurrence = {"delta": ops.delta, "decay": ops.decay}[self.write.family]
+        self.recurrence_step_ = {"delta": ops.delta_step_, "decay": ops.decay_step_}[self.write.family]
         self.gate_proj = nn.Linear(hidden_size, self.value_size, bias=False)
         self.norm = RMSNorm(self.head_v_dim, norm_eps)
         self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
@@ -110,15 +111,38 @@ class FastWeightAttention(nn.Module):
         memory, conv, place, read = (None, None, None, None) if state is None else state
         position, place = positions(x, place, cu_seqlens)
         qkv, conv = self.conv(self.qkv_proj(x), state=conv, cu_seqlens=cu_seqlens)
+        q, k, v, coef = self._operands(x, qkv, position)
+        q, read = self.read(q, k, coef, state=read, cu_seqlens=cu_seqlens, backend=self.backend)
+        o, memory = self.recurrence(q, k, v, coef, scale=self.head_k_dim**-0.5, state=memory, cu_seqlens=cu_seqlens, backend=self.backend)
+        return self._output(x, o), MemoryState(memory, conv, place, read)
+
+    @torch.no_grad()
+    def step_(self, x: Hidden, state: MemoryState) -> Hidden:
+        """A few tokens of `forward`, for inference: overwrites the tensors of ``state`` and returns y ``[B, T, D]``; no gradients.
+
+        Nothing in it waits for a device, and all shapes follow from x's, so that a CUDA graph may hold it.
+        """
+        check_hidden(x, self.hidden_size)
+        position, place = positions(x, state.place, None)
+        qkv, conv = self.conv(self.qkv_proj(x), state=state.conv)
+        q, k, v, coef = self._operands(x, qkv, position)
+        q = self.read.step_(q, k, coef, state.read, backend=self.backend)
+        o = self.recurrence_step_(q, k, v, coef, state.memory, scale=self.head_k_dim**-0.5, backend=self.backend)
+        state.place.copy_(place)
+        if state.conv is not None:
+            state.conv.copy_(conv)
+        return self._output(x, o)
+
+    def _operands(self, x: Hidden, qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
+        """q, k, v by heads, and the coefficients of the write."""
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         q, k = (t.unflatten(-1, (self.num_heads, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (self.num_value_heads, self.head_v_dim))
+        return q, k, v, self.write(x, k, v, position)._replace(query_scale=self.write.query_scale(q))
 
-        coef = self.write(x, k, v, position)._replace(query_scale=self.write.query_scale(q))
-        q, read = self.read(q, k, coef, state=read, cu_seqlens=cu_seqlens, backend=self.backend)
-        o, memory = self.recurrence(q, k, v, coef, scale=self.head_k_dim**-0.5, state=memory, cu_seqlens=cu_seqlens, backend=self.backend)
+    def _output(self, x: Hidden, o: Tensor) -> Hidden:
         gate = self.gate_proj(x).unflatten(-1, (self.num_value_heads, self.head_v_dim))
-        return self.out_proj(self.norm(o, gate).flatten(-2)), MemoryState(memory, conv, place, read)
+        return self.out_proj(self.norm(o, gate).flatten(-2))
 
     def extra_repr(self) -> str:
         return f"{self.mixer}, Hk={self.num_heads}, Hv={self.num_value_heads}, K={self.head_k_dim}, V={self.head_v_dim}"

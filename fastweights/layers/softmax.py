@@ -50,14 +50,19 @@ class SoftmaxAttention(nn.Module):
         self.qkv_proj = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def initial_state(self, rows: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SoftmaxState:
-        """The state before the first token, for ``rows`` sequences; device and dtype default to the weights'."""
+    def initial_state(
+        self, rows: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None, slots: int = 0
+    ) -> SoftmaxState:
+        """The state before the first token, for ``rows`` sequences; device and dtype default to the weights'.
+
+        `forward` needs no ``slots``. `step_` writes into them and adds none: there must be as many as tokens that may be looked back on.
+        """
         device = self.qkv_proj.weight.device if device is None else device
         dtype = self.qkv_proj.weight.dtype if dtype is None else dtype
         return SoftmaxState(
-            keys=torch.zeros(rows, 0, self.num_heads, self.head_dim, device=device, dtype=dtype),
-            values=torch.zeros(rows, 0, self.num_heads, self.head_dim, device=device, dtype=dtype),
-            key_place=torch.zeros(rows, 0, device=device, dtype=torch.int64),
+            keys=torch.zeros(rows, slots, self.num_heads, self.head_dim, device=device, dtype=dtype),
+            values=torch.zeros(rows, slots, self.num_heads, self.head_dim, device=device, dtype=dtype),
+            key_place=torch.full((rows, slots), EMPTY, device=device, dtype=torch.int64),
             place=torch.zeros(rows, device=device, dtype=torch.int64),
         )
 
@@ -76,6 +81,25 @@ class SoftmaxAttention(nn.Module):
         else:
             o, keys, values, key_place = self._attend_documents(q, k, v, position, state, cu_seqlens.tolist())
         return self.out_proj(o.flatten(-2)), SoftmaxState(keys, values, key_place, place)
+
+    @torch.no_grad()
+    def step_(self, x: Hidden, state: SoftmaxState) -> Hidden:
+        """One token of `forward`, ``[B, 1, D]``, for inference: overwrites the tensors of ``state``, which keep their size; no gradients.
+
+        The token at place p goes to slot p mod slots, in place of the one that no later token may see.
+        """
+        check_hidden(x, self.hidden_size)
+        position, place = positions(x, state.place, None)
+        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
+        q, k = _rotate(q, position, self.rope_theta), _rotate(k, position, self.rope_theta)
+        slot = position % state.key_place.shape[1]
+        state.key_place.scatter_(1, slot, position)
+        for kept, new in ((state.keys, k), (state.values, v)):
+            kept.scatter_(1, slot[..., None, None].expand_as(new), new.to(kept.dtype))
+        state.place.copy_(place)
+        mask = self._visible(position, state.key_place).unsqueeze(1)
+        q, k, v = (t.transpose(1, 2) for t in (q, state.keys.to(q.dtype), state.values.to(q.dtype)))
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(-2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, past: SoftmaxState | None) -> tuple[Tensor, ...]:
         """Rows of equal length, after ``past``: the output, and the keys, values and places that later tokens may see."""

@@ -47,7 +47,7 @@ class FastWeightsCache(Cache):
         """A snapshot that later calls leave alone: decode from it any number of times, or put it back in the place of a rollback."""
         twin = object.__new__(FastWeightsCache)
         twin.__dict__.update(self.__dict__)
-        twin.states = [_map(torch.clone, state) for state in self.states]
+        twin.states = [map_state(torch.clone, state) for state in self.states]
         return twin
 
     def reset(self) -> None:
@@ -98,11 +98,13 @@ class FastWeightsCache(Cache):
         return f"FastWeightsCache(layers={len(self)}, rows={self.batch_size}, seen_tokens={self.seen_tokens})"
 
     def _map_rows(self, f: Callable[[Tensor], Tensor]) -> None:
-        self.states = [_map(f, state) for state in self.states]
+        self.states = [map_state(f, state) for state in self.states]
 
 
-def _map(f: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """``f`` of every tensor in nested named tuples; None stays None."""
+def map_state(f: Callable[..., Tensor], state: Any, *others: Any) -> Any:
+    """``f`` of every tensor in nested named tuples, and of those in the same places of ``others``; None stays None."""
     if state is None:
         return None
-    return f(state) if isinstance(state, Tensor) else type(state)(*(_map(f, part) for part in state))
+    if isinstance(state, Tensor):
+        return f(state, *others)
+    return type(state)(*(map_state(f, *parts) for parts in zip(state, *others, strict=True)))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -41,16 +43,20 @@ class FastWeightsBlock(GradientCheckpointingLayer):
     def __init__(self, config: FastWeightsConfig, layer: int) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = config.build_mixer(layer)
+        self.mixer: Any = config.build_mixer(layer)  # one layer or the other, with one face
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps) if config.intermediate_size else None
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.intermediate_size else None
 
     def forward(self, x: Hidden, *, state: LayerState | None = None, cu_seqlens: CuSeqlens | None = None) -> tuple[Hidden, LayerState]:
         y, state = self.mixer(self.mixer_norm(x), state=state, cu_seqlens=cu_seqlens)
-        x = x + y
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+        return self._feed_forward(x + y), state
+
+    def step_(self, x: Hidden, state: LayerState) -> Hidden:
+        """One token, for inference: overwrites the tensors of ``state``; no gradients."""
+        return self._feed_forward(x + self.mixer.step_(self.mixer_norm(x), state))
+
+    def _feed_forward(self, x: Hidden) -> Hidden:
+        return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
 
 class FastWeightsPreTrainedModel(PreTrainedModel):
@@ -222,6 +228,17 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             items = (targets != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)})
+
+    @torch.no_grad()
+    def step_(self, input_ids: Int[Tensor, "B 1"], states: Sequence[LayerState]) -> Float[Tensor, "B vocabulary"]:
+        """The logits after one token more in each row, for inference: overwrites the tensors of ``states``, one a layer; no gradients.
+
+        Nothing in it waits for a device, and all shapes are fixed, so that a CUDA graph may hold it.
+        """
+        x = self.model.embed_tokens(input_ids)
+        for block, state in zip(self.model.layers, states, strict=True):
+            x = block.step_(x, state)
+        return self.lm_head(self.model.norm(x)).squeeze(1)
 
     def token_losses(
         self,

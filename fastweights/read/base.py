@@ -55,6 +55,10 @@ class ReadRule(Float32Module):
         """
         raise NotImplementedError
 
+    def step_(self, q: Query, k: Key, coef: Coefficients, state: CCQState | None, *, backend: str = "auto") -> Query:
+        """`forward` for a few tokens, for inference: overwrites the tensors of ``state``; no gradients."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
 

@@ -1,0 +1,45 @@
+"""In-place steps: what the decoding engine calls. Token by token they are the forward pass, and they write only into the state given."""
+
+import pytest
+import torch
+
+from tests.layers.mixers import MIXERS, D, build, build_softmax, close, tensors_of
+from tests.models.tiny import EVERY_KIND, tiny_model, tokens
+
+OPTIONS = {"kla+ccq": [{}, {"ccq_forget": "memory", "ccq_unit_keys": True}, {"num_value_heads": 4, "conv_size": 0}]}
+
+
+@pytest.mark.parametrize("mixer, options", [(mixer, options) for mixer in MIXERS for options in OPTIONS.get(mixer, [{}])])
+@pytest.mark.parametrize("piece", [1, 3])
+def test_steps_of_a_layer_equal_its_forward(mixer, options, piece):
+    layer = build(mixer, **options).double()
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+    y, last = layer(x)
+    state = layer.initial_state(2)
+    before = [t.data_ptr() for t in tensors_of(state)]
+    close(torch.cat([layer.step_(part, state) for part in x.split(piece, dim=1)], dim=1), y)
+    assert [t.data_ptr() for t in tensors_of(state)] == before
+    for kept, expected in zip(tensors_of(state), tensors_of(last), strict=True):
+        close(kept, expected)
+
+
+@pytest.mark.parametrize("window, slots", [(None, 9), (None, 14), (4, 4), (4, 7)])
+def test_steps_of_softmax_equal_its_forward(window, slots):
+    layer = build_softmax(window_size=window).double()
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+    state = layer.initial_state(2, slots=slots)
+    close(torch.cat([layer.step_(part, state) for part in x.split(1, dim=1)], dim=1), layer(x)[0])
+    assert state.keys.shape[1] == slots and state.place.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_steps_of_the_model_equal_its_forward(kind):
+    model = tiny_model(dtype=torch.float64, **EVERY_KIND[kind])
+    ids = tokens(3, 7)
+    states = [
+        block.mixer.initial_state(3, **({"slots": block.mixer.window_size or 7} if mixer == "softmax" else {}))
+        for block, mixer in zip(model.model.layers, model.config.mixers, strict=True)
+    ]
+    logits = torch.stack([model.step_(ids[:, t : t + 1], states) for t in range(7)], dim=1)
+    close(logits, model(ids).logits, digits=1e-9)
+    assert not logits.requires_grad
