@@ -30,6 +30,7 @@ TOKENS = {
     "written_key_norm": "‖k̂‖, the key as it is written",
     "value_norm": "‖v̂‖, the value as it is written",
     "residual": "‖v̂ − S̃ᵀk̂‖, how far the memory is from the value just before the write",
+    "residual_share": "‖v̂ − S̃ᵀk̂‖/‖v̂‖: 0 knows the value, 1 is no better than an empty memory, more is worse; 0 for a value of length 0",
     "beta": "β, the write strength (KLA's η; its paper's β is η/(‖k‖²+ε))",
     "corrected": "β‖k̂‖², the share of the residual that the write takes away: 1 is all of it, more overshoots",
     "decay": "a, the forget gate; the mean over the channels where each has its own",
@@ -214,7 +215,9 @@ def written(mixer: FastWeightAttention, k: Tensor, v: Tensor, coef: Coefficients
         predicted, written_norm = predicted * scale.unsqueeze(-1), written_norm * scale
     value = v if coef.value_scale is None else v * per_value_head(coef.value_scale).unsqueeze(-1)
     found = {"key_norm": key_norm, "written_key_norm": written_norm, "value_norm": value.norm(dim=-1)}
-    found["residual"] = (value - predicted).norm(dim=-1)
+    found["residual"] = residual = (value - predicted).norm(dim=-1)
+    length = found["value_norm"]
+    found["residual_share"] = torch.where(length > 0, residual / length.where(length > 0, 1), 0)
     if mixer.write.family == "delta":
         beta = torch.ones_like(written_norm) if coef.beta is None else coef.beta
         found |= {"beta": beta, "corrected": beta * written_norm.square()}

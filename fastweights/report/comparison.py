@@ -56,6 +56,7 @@ def _verdict(results: Mapping[str, Any], entries: Sequence[Entry], names: Sequen
         )
         for name, entry in zip(names, entries, strict=True)
     ]
+    known = f" ({text['train_tokens']:,} tokens)" if "train_tokens" in text else ""
     columns = ["mixer", "parameters", f"bits per byte, context {first}", f"difference to {names[0]}", "perplexity per token"]
     columns += [f"bits per byte, context {last} *", "tokens/s in training"]
     seen = entries[0]["validation"]
@@ -63,7 +64,7 @@ def _verdict(results: Mapping[str, Any], entries: Sequence[Entry], names: Sequen
         "Result",
         tag(
             "p",
-            f"Each model read {entries[0]['tokens']:,} tokens of {', '.join(settings['data'])} ({text['train_tokens']:,} tokens), the same"
+            f"Each model read {entries[0]['tokens']:,} tokens of {', '.join(settings['data'])}{known}, the same"
             f" in the same order, in windows of {settings['train']['sequence_length']} tokens. Lower is better.",
         ),
         table(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from fastweights.report.evaluation import lines, point_lines
+from fastweights.report.microscope import COLUMNS, layer_rows, number
 from fastweights.report.numbers import interval, percent
 from fastweights.report.tasks import whole
 
@@ -49,4 +51,78 @@ def task_table(results: Mapping[str, Any]) -> Table:
         table.add_column(column, justify="right")
     for one in standings:
         table.add_row(one["label"], *map(percent, whole(one)), f"{one['learning_rate']:.2g}", f"{one['steps']:,.0f}")
+    return table
+
+
+def microscope_tables(results: Mapping[str, Any]) -> list[Table]:
+    """What was seen: a row a layer; what the read keeps of needle and haystack; the depth map."""
+    tables = []
+    if results["view"]:
+        rows = layer_rows(results)
+        short = {"corrected": "β‖k̂‖²", "residual_share": "residual", "decay": "a", "lambda_trace": "λ·tr Σ", "removed": "removed"}
+        names = [*(COLUMNS | short).values(), "‖S‖", "rank"]
+        mixers = list(dict.fromkeys(layer["mixer"] for layer, _ in rows))
+        shown = [i for i in range(len(names)) if any(numbers[i] is not None for _, numbers in rows)]
+        whole = Table(
+            title=f"{', '.join(mixers)}: means over heads and tokens",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        whole.add_column("layer", no_wrap=True)
+        for i in shown:
+            whole.add_column(names[i], justify="right")
+        for layer, numbers in rows:
+            name = f"{layer['layer']} {layer['mixer']}" if len(mixers) > 1 else str(layer["layer"])
+            whole.add_row(name, *(number(numbers[i]) for i in shown))
+        tables.append(whole)
+        if results["needle"]:
+            tables.append(_needle_table(results))
+    if results["depth_map"]:
+        tables.append(_depth_table(results["depth_map"]))
+    return tables
+
+
+def _needle_table(results: Mapping[str, Any]) -> Table:
+    names = {"survives_query": "query kept", "survives_direction": "direction kept", "projection": "on top directions"}
+    table = Table(title="Needle / haystack keys", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    layers = results["view"]["layers"]
+    shown = [name for name in names if any(name in layer["needle"] for layer in layers)]
+    table.add_column("layer")
+    for name in shown:
+        table.add_column(names[name], justify="right")
+    for layer in layers:
+        cells = []
+        for name in shown:
+            found = layer["needle"].get(name)
+            heads = found and [found[kind][-1] if name == "projection" else found[kind] for kind in ("needle", "haystack")]
+            cells.append(" / ".join(f"{sum(h) / len(h):.3f}" for h in heads) if heads else "–")
+        table.add_row(f"{layer['layer']} {layer['mixer']}", *cells)
+    return table
+
+
+def _depth_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(
+        title="Needles: nats a token, share said", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    lengths = sorted({row["length"] for row in rows})
+    cells = {(row["depth"], row["length"]): f"{row['nats_per_token']:.2f} {100 * row['accuracy']:.0f} %" for row in rows}
+    table.add_column("depth")
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right")
+    for depth in sorted({row["depth"] for row in rows}):
+        table.add_row(f"{depth} %", *(cells.get((depth, length), "") for length in lengths))
+    return table
+
+
+def evaluation_table(results: Mapping[str, Any]) -> Table:
+    """Every task with its main metric, a column per model."""
+    table = Table(title="95 % intervals in brackets", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("task", "metric"):
+        table.add_column(column, no_wrap=True)
+    for column in (*results["models"], "samples"):
+        table.add_column(column, justify="right")
+    for line in [*lines(results["rows"], [results]), *point_lines(results["rows"])]:
+        table.add_row(line.task, line.metric, *(line.cells.get(model, "–") for model in results["models"]), line.samples)
     return table

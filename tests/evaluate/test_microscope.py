@@ -48,6 +48,7 @@ def plain_loop(model, ids, layer):
             error = value - S[h].T @ key
             seen["key_norm"][t, g], seen["written_key_norm"][t, h] = k[t, g].norm(), key.norm()
             seen["value_norm"][t, h], seen["residual"][t, h] = value.norm(), error.norm()
+            seen["residual_share"][t, h] = seen["residual"][t, h] / seen["value_norm"][t, h]
             if mixer.write.family == "delta":
                 beta = 1.0 if coef.beta is None else coef.beta[0, t, h].item()
                 seen["beta"][t, h], seen["corrected"][t, h] = beta, beta * (key @ key).item()
