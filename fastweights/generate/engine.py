@@ -1,0 +1,402 @@
+"""The decoding engine: requests wait in a bounded queue, are read in pieces, join a row, are decoded side by side, and leave.
+
+One call of `Engine.step` reads at most ``prefill_chunk`` tokens of prompts and decodes one token of every row, so that a long prompt does
+not hold up the answers of others. There is no thread inside. Whoever waits for a request does the steps, one at a time, for all of them;
+so the same engine serves a plain script, threads, and asyncio. docs/generation.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fastweights.generate.lookup import Lookup, check_guess
+from fastweights.generate.prefixes import Prefixes
+from fastweights.generate.prompts import check_prompt, end_tokens, prompt_tokens
+from fastweights.generate.reading import Reading
+from fastweights.generate.request import Completion, FinishReason, Request
+from fastweights.generate.rows import FAILED, Rows
+from fastweights.generate.sampling import Sampling
+from fastweights.generate.snapshot import Snapshot, describe, model_fingerprint
+from fastweights.models import FastWeightsForCausalLM
+from fastweights.models.cache import LayerState, map_state
+
+GREEDY = Sampling()
+
+
+class QueueFull(RuntimeError):
+    """As many requests are waiting as may; ask again when some are done."""
+
+
+class Engine:
+    """Decodes with one model.
+
+    Args:
+        model: in evaluation mode, on its device. The engine changes nothing about it.
+        tokenizer: for prompts and answers as text; without one both are tokens.
+        rows: sequences decoded side by side.
+        queue: requests that may wait for a row; one more raises `QueueFull`.
+        prefill_chunk: tokens read at a time; by default 512, on a CUDA device 8,192.
+        max_context: tokens of prompt and answer that a request may have; None: any number. A model with full softmax layers needs it, as
+            each row keeps the keys of so many tokens.
+        prefixes: states of texts read before that are kept to begin later prompts from; 0: none.
+
+    Raises:
+        ValueError: for numbers that are not positive, or a model that the engine cannot decode with.
+    """
+
+    def __init__(
+        self,
+        model: FastWeightsForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        rows: int = 8,
+        queue: int = 64,
+        prefill_chunk: int | None = None,
+        max_context: int | None = None,
+        prefixes: int = 0,
+    ) -> None:
+        prefill_chunk = (8192 if model.device.type == "cuda" else 512) if prefill_chunk is None else prefill_chunk
+        sizes = {"rows": rows, "queue": queue, "prefill_chunk": prefill_chunk, "max_context": max_context, "prefixes": prefixes}
+        for name, size in sizes.items():
+            if size is not None and (not isinstance(size, int) or size < (0 if name == "prefixes" else 1)):
+                raise ValueError(f"{name}={size!r} is not a whole number of at least {0 if name == 'prefixes' else 1}")
+        config = model.config
+        if max_context is None and "softmax" in config.mixers and config.window_size is None:
+            raise ValueError(
+                "the model has full softmax layers, whose state grows with the text: give max_context, tokens to make room for"
+            )
+        if config.backend == "reference":
+            raise ValueError("backend='reference' has no in-place step; decode with backend 'auto', 'torch' or 'triton'")
+        self.model, self.tokenizer = model, tokenizer
+        self.queue, self.prefill_chunk, self.max_context = queue, prefill_chunk, max_context
+        self.eos = end_tokens(model, tokenizer)
+        self.prefixes = Prefixes(prefixes)
+        with torch.inference_mode():
+            self.rows = Rows(model, rows, max_context)
+        self.turn = threading.Condition()
+        """Held while requests change hands, never while the model works."""
+        self._working = False
+        self._waiting: deque[Request] = deque()
+        self._again: deque[Request] = deque()
+        """Requests that were in rows when a step failed. Each is tried alone, so that one that makes the model fail fails by itself."""
+        self._on_trial: Request | None = None
+        self._incoming: Request | None = None
+        """The one whose prompt is being read."""
+        self._active: dict[int, Request] = {}
+
+    # What callers ask for. ------------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling = GREEDY,
+        *,
+        after: Snapshot | None = None,
+        keep: bool = False,
+    ) -> Request:
+        """Queue a request, from any thread. It moves on while somebody waits for it or for another, or calls `step`.
+
+        Args:
+            prompt: text, or tokens; after a snapshot it may be empty.
+            after: what the prompt goes on from.
+            keep: make a snapshot of the memory after the answer.
+
+        Raises:
+            ValueError: for a prompt, settings or snapshot that this engine cannot take.
+            QueueFull: if as many requests are waiting as may.
+        """
+        request = self._request(prompt, sampling, after, keep)
+        with self.turn:
+            if not self._enqueue(request):
+                raise QueueFull(f"{len(self._waiting)} requests are waiting, and queue={self.queue} may; ask again when some are done")
+        return request
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        *,
+        after: Snapshot | None = None,
+        keep: bool = False,
+    ) -> list[Completion]:
+        """Answer all prompts, any number of them, each by the same or by its own settings. Arguments and errors as of `submit`.
+
+        Bad prompts and settings are found before anything runs; a failure of the model is the ``error`` of the one it concerns.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a single string; give a list, or use stream()")
+        every = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(every) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(every)} settings; give one Sampling, or one a prompt")
+        requests = [self._request(prompt, how, after, keep) for prompt, how in zip(prompts, every, strict=True)]
+        try:
+            for request in requests:
+                self.work_until(lambda request=request: self._enqueue(request))  # type: ignore[misc]
+            return [request.result() for request in requests]
+        finally:
+            for request in requests:
+                request.cancel()
+
+    def stream(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY, *, after: Snapshot | None = None) -> Iterator[str]:
+        """The answer's text in pieces, as it comes. Arguments and errors as of `submit`; leaving the loop cancels the request."""
+        return iter(self.submit(prompt, sampling, after=after))
+
+    @torch.inference_mode()
+    def remember(
+        self,
+        text: str | Sequence[int],
+        *,
+        after: Snapshot | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Snapshot:
+        """Read ``text``, after what a snapshot remembers already, and keep the memory of it. Memory does not grow with the text.
+
+        ``on_progress`` is called with (tokens read, tokens in all). Raises ValueError as `submit` does.
+        """
+        tokens = prompt_tokens(text, self.tokenizer, begins=after is None)
+        self._check(tokens, 0, after)
+        seen = self._seen(tokens, after)
+        tokens = [*(() if after is None else after.pending), *tokens]
+        reading = self._reading(tokens, after)
+        while reading.at_chunks_end:
+            reading.go_on()
+            on_progress(len(tokens) - len(reading.left), len(tokens))
+        states, read, pending = reading.states, reading.read, tuple(reading.left)
+        if self.prefixes.capacity and after is None:
+            reading.go_on()
+            self.prefixes.put(tokens[:-1], reading.states)
+        on_progress(len(tokens), len(tokens))
+        return Snapshot(tuple(states), read, pending, seen, self.fingerprint, describe(self.model))
+
+    def step(self) -> bool:
+        """Do one step, unless another thread is at it. Is there anything left to do?"""
+        with self.turn:
+            if self.busy and not self._working:
+                self._work()
+            return self.busy
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active or self._waiting or self._again or self._incoming)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model, as snapshots carry it; reads all weights once."""
+        return model_fingerprint(self.model)
+
+    # Whose turn it is. ----------------------------------------------------------------------------------------------------------------
+
+    def work_until(self, ready: Callable[[], bool]) -> None:
+        """Do steps until ``ready()``, or wait while another thread does them. ``ready`` is called while `turn` is held."""
+        with self.turn:
+            while not ready():
+                if self._working:
+                    self.turn.wait()
+                else:
+                    self._work()
+
+    def _work(self) -> None:
+        """One step, by the caller, who holds `turn`."""
+        self._working = True
+        self.turn.release()
+        try:
+            self._step()
+        finally:
+            self.turn.acquire()
+            self._working = False
+            self.turn.notify_all()
+
+    def _enqueue(self, request: Request) -> bool:
+        """Is there room?"""
+        if len(self._waiting) >= self.queue:
+            return False
+        self._waiting.append(request)
+        self.turn.notify_all()
+        return True
+
+    # The step. ------------------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        self._drop_cancelled()
+        budget = self.prefill_chunk
+        while budget > 0 and (request := self._next()) is not None:
+            budget -= self._read(request)
+        if self._active:
+            self._decode()
+
+    def _drop_cancelled(self) -> None:
+        for row, request in list(self._active.items()):
+            if request.cancelled:
+                self._leave(row, "cancelled")
+        with self.turn:
+            for queue in (self._waiting, self._again):
+                for request in [request for request in queue if request.cancelled]:
+                    queue.remove(request)
+                    request.finish("cancelled")
+            if self._incoming is not None and self._incoming.cancelled:
+                self._finish(self._incoming, "cancelled")
+
+    def _next(self) -> Request | None:
+        """Whose prompt to read on: the one begun, or if a row is free, another."""
+        with self.turn:
+            if self._incoming is None and len(self._active) < self.rows.count and self._on_trial is None:
+                if self._again:
+                    if not self._active:
+                        self._incoming = self._on_trial = self._again.popleft()
+                elif self._waiting:
+                    self._incoming = self._waiting.popleft()
+            return self._incoming
+
+    def _read(self, request: Request) -> int:
+        """Read a piece of its prompt, and give it a row when only the last token is left. Returns the tokens read."""
+        try:
+            if request.reading is None:
+                request.reading = self._reading([*request.text_before, *request.tokens], request.after)
+                request.reused = request.reading.read
+            length = request.reading.go_on()
+            if not request.reading.piece:
+                self._join(request, request.reading)
+            return length
+        except BaseException as error:
+            request.reading = None
+            if not isinstance(error, Exception):
+                raise
+            self._finish(request, "error", error)
+            return 0
+
+    def _join(self, request: Request, reading: Reading) -> None:
+        tokens = [*request.text_before, *request.tokens]
+        if request.after is None:
+            self.prefixes.put(tokens[:-1], reading.states)
+        row = min(set(range(self.rows.count)) - self._active.keys())
+        seen = self._seen(tokens, request.after)
+        self.rows.put(row, reading.states, tokens[-1], seen, request.sampling, request.seed, len(request.tokens))
+        with self.turn:
+            request.reading, self._incoming = None, None
+            self._active[row] = request
+
+    def _decode(self) -> None:
+        """One token for every row; more for rows that speculate."""
+        try:
+            ahead = {
+                row: found
+                for row, request in self._active.items()
+                if request.lookup is not None and (found := self._ahead(row, request, request.lookup)) is not None
+            }
+            behind = [row for row in self._active if row not in ahead]
+            output = self.rows.step(all(request.sampling.plain for request in self._active.values())) if behind else []
+            for row, (states, token, _) in ahead.items():  # only now, as the step has moved every row
+                self.rows.put_states(row, states, token)
+            with self.turn:
+                ended = {row: last for row, (_, _, last) in ahead.items()}
+                for row in behind:
+                    ended[row] = output[row] == FAILED or self._active[row].add(output[row], self.eos)
+        except BaseException as error:
+            self._recover(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._on_trial = None
+        for row in [row for row, last in ended.items() if last]:
+            if row in behind and output[row] == FAILED:
+                self._finish(self._active[row], "error", FloatingPointError("the model gave logits that are not finite"))
+            else:
+                self._leave(row)
+
+    def _recover(self, error: BaseException) -> None:
+        """A step has failed half-way, and no row can be trusted: read all again from their tokens, one at a time until each has stepped."""
+        with self.turn:
+            requests = list(self._active.values())
+            self._active.clear()
+            self._on_trial = None
+            if len(requests) == 1 and isinstance(error, Exception):
+                requests[0].finish("error", error)
+            else:
+                self._again.extend(requests)
+
+    def _ahead(self, row: int, request: Request, lookup: Lookup) -> tuple[list[LayerState], int, bool] | None:
+        """Several tokens at once for a row that speculates: (its states, the token to read next, is that the last?); None for no guess."""
+        guess = lookup.guess(min(request.sampling.speculate, request.sampling.max_new_tokens - len(request.tokens) - 1))
+        checked = guess and check_guess(self.model, self.rows.take(row), (request.tokens or request.text_before)[-1], guess)
+        if not checked:
+            return None
+        with self.turn:
+            request.drafted += len(guess)
+            used = 0
+            for token in checked.tokens:
+                used += 1
+                if last := request.add(token, self.eos):
+                    break
+            request.accepted += sum(token == guessed for token, guessed in zip(checked.tokens[:used], guess, strict=False))
+        return checked.states(used), token, last
+
+    def _leave(self, row: int, reason: FinishReason | None = None) -> None:
+        """The row's request is done, and with it the row."""
+        request, error = self._active[row], None
+        try:
+            if request.keep or (self.prefixes.capacity and request.after is None):
+                states = self.rows.take(row)
+                tokens = [*request.text_before, *request.tokens]
+                if request.after is None:
+                    self.prefixes.put(tokens[:-1], states)
+                if request.keep:
+                    read = request.prompt_tokens + len(request.tokens) - 1
+                    seen = self._seen(tokens, request.after)
+                    request.snapshot = Snapshot(tuple(states), read, (tokens[-1],), seen, self.fingerprint, describe(self.model))
+        except Exception as caught:
+            reason, error = "error", caught
+        self._finish(request, reason, error)
+
+    def _finish(self, request: Request, reason: FinishReason | None = None, error: Exception | None = None) -> None:
+        with self.turn:
+            for row in [row for row, other in self._active.items() if other is request]:
+                del self._active[row]
+            self._incoming = None if self._incoming is request else self._incoming
+            self._on_trial = None if self._on_trial is request else self._on_trial
+            request.finish(reason, error)
+            self.turn.notify_all()
+
+    # What a request may be. -----------------------------------------------------------------------------------------------------------
+
+    def _request(self, prompt: str | Sequence[int], sampling: Sampling, after: Snapshot | None, keep: bool) -> Request:
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop={sampling.stop} needs text, and this engine has no tokenizer")
+        tokens = prompt_tokens(prompt, self.tokenizer, begins=after is None)
+        self._check(tokens, sampling.max_new_tokens, after)
+        seed = sampling.seed
+        if seed is None:
+            seed = 0 if sampling.temperature == 0 else int(torch.randint(2**63 - 1, ()))
+        return Request(self, tokens, sampling, seed, after, keep)
+
+    def _check(self, tokens: list[int], new: int, after: Snapshot | None) -> None:
+        if after is not None and after.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"the snapshot is of another model: found {after.model} ({after.fingerprint[:16]}…), "
+                f"expected {describe(self.model)} ({self.fingerprint[:16]}…)"
+            )
+        check_prompt(tokens, new, 0 if after is None else len(after), self.model.config.vocab_size, self.max_context)
+
+    def _reading(self, tokens: list[int], after: Snapshot | None) -> Reading:
+        """From what is known of ``tokens``, the snapshot's pending ones included, to the last but one."""
+        if after is not None:
+            states = [map_state(lambda x: x.to(self.model.device), state) for state in after.states]
+            return Reading(self.model, self.prefill_chunk, tokens, states, after.read)
+        known = self.prefixes.longest(tokens)
+        if known is None:
+            return Reading(self.model, self.prefill_chunk, tokens)
+        return Reading(self.model, self.prefill_chunk, tokens[known.read :], known.states, known.read)
+
+    def _seen(self, tokens: list[int], after: Snapshot | None) -> Tensor:
+        seen = torch.zeros(self.model.config.vocab_size, dtype=torch.bool) if after is None else after.seen.clone()
+        seen[tokens] = True
+        return seen

@@ -1,0 +1,73 @@
+"""Prompt lookup: guess the next tokens from what followed the last few of them earlier in the text, and check them in one pass.
+
+Source: Saxena, Prompt Lookup Decoding (2023). A memory does not keep what it overwrites, so going back to the last right token is going
+back to the state before the guess, which is still there, and reading the right tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastweights.generate.reading import read_tokens
+from fastweights.models import FastWeightsForCausalLM
+from fastweights.models.cache import LayerState
+
+GRAMS = (4, 3, 2)
+"""How many of the last tokens must have stood there before; the longest match is taken, and of those the latest."""
+
+
+class Lookup:
+    """Where each run of tokens was last followed by another token. Grows with the text, a few entries a token."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            here = len(self._tokens)
+            for n in GRAMS:
+                if here >= n:
+                    self._next[tuple(self._tokens[-n:])] = here
+            self._tokens.append(token)
+
+    def guess(self, count: int) -> list[int]:
+        """Up to ``count`` tokens that may come next."""
+        for n in GRAMS:
+            begin = self._next.get(tuple(self._tokens[-n:])) if len(self._tokens) >= n else None
+            if begin is not None:
+                return self._tokens[begin : begin + count]
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What the model says about a guess."""
+
+    model: FastWeightsForCausalLM
+    inputs: list[int]
+    before: Sequence[LayerState]
+    after: list[LayerState]
+    """After all ``inputs``."""
+    tokens: list[int]
+    """The likeliest tokens: the guess as far as it is right, and one more."""
+
+    def states(self, used: int) -> list[LayerState]:
+        """The states before the last of the first ``used`` tokens is read."""
+        return self.after if used == len(self.inputs) else read_tokens(self.model, self.inputs[:used], self.before)[1]
+
+
+@torch.inference_mode()
+def check_guess(model: FastWeightsForCausalLM, states: Sequence[LayerState], token: int, guess: list[int]) -> Checked | None:
+    """Read ``token`` and then ``guess`` after ``states`` in one pass. None if the logits are not finite, for the next step to find."""
+    inputs = [token, *guess]
+    hidden, after = read_tokens(model, inputs, states)
+    logits = model.lm_head(model.model.norm(hidden))[0]
+    if not logits.isfinite().all():
+        return None
+    likeliest = logits.argmax(-1).tolist()
+    right = next((i for i, guessed in enumerate(guess) if guessed != likeliest[i]), len(guess))
+    return Checked(model, inputs, states, after, likeliest[: right + 1])

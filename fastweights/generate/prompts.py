@@ -1,0 +1,43 @@
+"""What a prompt may be, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from fastweights.models import FastWeightsForCausalLM
+
+
+def prompt_tokens(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, *, begins: bool) -> list[int]:
+    """Token ids. ``begins``: the text begins here, so the tokenizer may put in front what it puts in front of texts."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the prompt is text, and this engine has no tokenizer; give tokens")
+        return tokenizer(prompt, add_special_tokens=begins, verbose=False)["input_ids"]
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ValueError(f"a prompt is text or a list of tokens; got {tokens.dtype} of shape {list(tokens.shape)}")
+    return tokens.astype(np.int64).tolist()
+
+
+def check_prompt(tokens: Sequence[int], new: int, before: int, vocabulary: int, max_context: int | None) -> None:
+    """ValueError for a prompt that cannot be read after ``before`` tokens and answered with ``new`` ones."""
+    if not tokens and not before:
+        raise ValueError("the prompt is empty: give at least one token, or a snapshot to go on from")
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+        raise ValueError(f"the prompt has tokens from {min(tokens)} to {max(tokens)}; the model's are 0 to {vocabulary - 1}")
+    prompt = before + len(tokens)
+    if max_context is not None and prompt + new > max_context:
+        raise ValueError(
+            f"{prompt} tokens of prompt and max_new_tokens={new} make {prompt + new}; this engine takes max_context={max_context}"
+        )
+
+
+def end_tokens(model: FastWeightsForCausalLM, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Those at which `generate` ends; the tokenizer's where the model names none."""
+    eos = model.generation_config.eos_token_id
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)

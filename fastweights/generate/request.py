@@ -1,0 +1,178 @@
+"""A request as its owner sees it, and what it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fastweights.generate.lookup import Lookup
+from fastweights.generate.reading import Reading
+from fastweights.generate.sampling import Sampling
+from fastweights.generate.snapshot import Snapshot
+from fastweights.generate.text import TextStream
+
+if TYPE_CHECKING:
+    from fastweights.generate.engine import Engine
+
+FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """An answer, whole or as far as it came."""
+
+    text: str
+    """Without special tokens, and without the stop string; empty if the engine has no tokenizer."""
+    tokens: tuple[int, ...]
+    """All tokens of the answer, with the end-of-text token or those that made up the stop string."""
+    finish_reason: FinishReason
+    """``eos``: the model ended it. ``stop``: a stop string. ``length``: max_new_tokens. ``cancelled``. ``error``: see ``error``."""
+    error: Exception | None
+    """What went wrong in the model while it worked on this request, if anything did."""
+    prompt_tokens: int
+    """Tokens before the answer, those of a snapshot included."""
+    reused_tokens: int
+    """How many of them were not read again, thanks to a snapshot or to an earlier request."""
+    drafted: int
+    """Tokens that speculation guessed."""
+    accepted: int
+    """How many of those were right."""
+    snapshot: Snapshot | None
+    """The memory after the answer, if it was asked for with ``keep=True``."""
+
+
+class Request:
+    """What `Engine.submit` returns. Iterate over it for text as it comes, or ask for the `result`; either may be done in any thread.
+
+    There is no thread behind it: whoever waits does the engine's work, for all requests alike.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        after: Snapshot | None,
+        keep: bool,
+    ) -> None:
+        self._engine, self.sampling, self.seed, self.keep = engine, sampling, seed, keep
+        self.prompt, self.after = list(prompt), after
+        self.tokens: list[int] = []
+        self.error: Exception | None = None
+        self.finish_reason: FinishReason | None = None
+        self.cancelled = False
+        self.reading: Reading | None = None
+        """While the prompt is being read."""
+        self.reused = 0
+        self.drafted, self.accepted = 0, 0
+        self.snapshot: Snapshot | None = None
+        self.lookup = Lookup() if sampling.speculate else None
+        if self.lookup is not None:
+            self.lookup.extend(self.text_before)
+        self._text: TextStream | None = None
+        if engine.tokenizer is not None:
+            self._text = TextStream(engine.tokenizer, sampling.stop, self.text_before)
+        self._texted = 0
+        """Tokens that `_text` has been given."""
+        self._said: list[str] = []
+
+    @property
+    def text_before(self) -> list[int]:
+        """The tokens before the answer that are at hand: the prompt, and the last few of the snapshot's."""
+        return [*(() if self.after is None else self.after.pending), *self.prompt]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return (0 if self.after is None else len(self.after)) + len(self.prompt)
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    def result(self) -> Completion:
+        """Wait for the whole answer. A failure of the model is not raised here: it is the completion's ``error``."""
+        self._engine.work_until(lambda: self.done)
+        with self._engine.turn:
+            self._pop()
+            assert self.finish_reason is not None
+            return Completion(
+                text="".join(self._said),
+                tokens=tuple(self.tokens),
+                finish_reason=self.finish_reason,
+                error=self.error,
+                prompt_tokens=self.prompt_tokens,
+                reused_tokens=self.reused,
+                drafted=self.drafted,
+                accepted=self.accepted,
+                snapshot=self.snapshot,
+            )
+
+    def cancel(self) -> None:
+        """End the request before the engine's next step; what has come stays. Nothing happens if it is done."""
+        self.cancelled = True
+
+    def __iter__(self) -> Iterator[str]:
+        """The text in pieces, as it comes. Leaving the loop cancels the request; a failure of the model is raised as RuntimeError."""
+        try:
+            while (piece := self._next_piece()) is not None:
+                if piece:
+                    yield piece
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """The same for asyncio: the waiting is done in asyncio's threads."""
+        try:
+            while (piece := await asyncio.to_thread(self._next_piece)) is not None:
+                if piece:
+                    yield piece
+        finally:
+            self.cancel()
+
+    def add(self, token: int, eos: frozenset[int]) -> bool:
+        """The engine's: one token more. Is it the last?"""
+        self.tokens.append(token)
+        if self.lookup is not None:
+            self.lookup.extend([token])
+        if self.sampling.stop:
+            self._push()
+        if token in eos and not self.sampling.ignore_eos:
+            self._ending: FinishReason = "eos"
+        elif self._text is not None and self._text.stopped:
+            self._ending = "stop"
+        elif len(self.tokens) >= self.sampling.max_new_tokens:
+            self._ending = "length"
+        else:
+            return False
+        return True
+
+    def finish(self, reason: FinishReason | None = None, error: Exception | None = None) -> None:
+        """The engine's: nothing more comes. The reason is by default the one that `add` found."""
+        self.reading, self.error = None, error
+        self.finish_reason = reason or self._ending
+
+    def _next_piece(self) -> str | None:
+        """New text, maybe empty; None at the end."""
+        self._engine.work_until(lambda: self.done or len(self.tokens) > self._texted)
+        with self._engine.turn:
+            ended = self.done
+            piece = self._pop()
+        if ended and not piece:
+            if self.error is not None:
+                raise RuntimeError(f"the model failed on this request: {self.error}") from self.error
+            return None
+        return piece
+
+    def _push(self) -> None:
+        if self._text is not None:
+            self._text.push(self.tokens[self._texted :])
+        self._texted = len(self.tokens)
+
+    def _pop(self) -> str:
+        self._push()
+        piece = "" if self._text is None else self._text.pop(final=self.done)
+        self._said.append(piece)
+        return piece

@@ -1,0 +1,119 @@
+"""The batch that is decoded: rows of state side by side in tensors that never move and never change their size.
+
+A sequence joins by copying its state into a row and leaves by copying it out; an idle row goes on computing, and nobody looks. Every step
+is therefore the same sequence of kernels on the same addresses: on a CUDA device it is captured in a CUDA graph once and replayed, on the
+CPU it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from fastweights.generate.draw import Dials, draw
+from fastweights.generate.sampling import Sampling
+from fastweights.layers.softmax import EMPTY, SoftmaxState
+from fastweights.models import FastWeightsForCausalLM
+from fastweights.models.cache import LayerState, map_state
+
+FAILED = -1
+"""Takes the place of a token whose logits were not all finite."""
+
+
+class Rows:
+    """``count`` rows. ``max_context``: tokens that a full softmax layer keeps of each row; memories and sliding windows need none."""
+
+    def __init__(self, model: FastWeightsForCausalLM, count: int, max_context: int | None) -> None:
+        self.model, self.count = model, count
+        device, vocabulary = model.device, model.config.vocab_size
+        self.states: list[LayerState] = []
+        for block in model.model.layers:
+            slots = {"slots": block.mixer.window_size or max_context} if hasattr(block.mixer, "window_size") else {}
+            self.states.append(block.mixer.initial_state(count, **slots))
+        self.token = torch.zeros(count, 1, dtype=torch.int64, device=device)
+        """What each row reads next."""
+        self.seen = torch.zeros(count, vocabulary, dtype=torch.bool, device=device)
+        self.dials = Dials.of(count, device)
+        self.output = torch.zeros(count, dtype=torch.int64, device=device)
+        self.graphs = {plain: self._capture(plain) for plain in (True, False)} if device.type == "cuda" else {}
+
+    def put(
+        self,
+        row: int,
+        states: Sequence[LayerState],
+        token: int,
+        seen: Bool[Tensor, " vocabulary"],
+        sampling: Sampling,
+        seed: int,
+        drawn: int,
+    ) -> None:
+        """Make ``row`` the sequence that has come to ``states`` (of one row) and reads ``token`` next."""
+        self.put_states(row, states, token)
+        self.dials.set(row, sampling, seed, drawn)
+        self.seen[row] = seen.to(self.seen.device)
+
+    def put_states(self, row: int, states: Sequence[LayerState], token: int) -> None:
+        for kept, state in zip(self.states, states, strict=True):
+            _put(kept, row, state)
+        self.token[row] = token
+
+    def take(self, row: int) -> list[LayerState]:
+        """A copy of the row's states, as states of one row."""
+        return [_take(state, row) for state in self.states]
+
+    def step(self, plain: bool) -> list[int]:
+        """Every row reads its token and gets the next one, or `FAILED`. ``plain``: each row takes the likeliest."""
+        if graph := self.graphs.get(plain):
+            graph.replay()
+        else:
+            self._step(plain)
+        return self.output.tolist()
+
+    def _step(self, plain: bool) -> None:
+        logits = self.model.step_(self.token, self.states)
+        if plain:
+            token = logits.argmax(-1)
+        else:
+            self.seen.scatter_(1, self.token, True)
+            token = draw(logits.float(), self.seen, self.dials)
+            self.dials.drawn.add_(1)
+        self.output.copy_(token.where(logits.isfinite().all(-1), FAILED))
+        self.token.copy_(token.unsqueeze(1))
+
+    def _capture(self, plain: bool) -> torch.cuda.CUDAGraph:
+        """Only while no row is in use: running the step to warm it up moves all of them on."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step(plain)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step(plain)
+        return graph
+
+
+def _put(kept: LayerState, row: int, state: LayerState) -> None:
+    if not isinstance(kept, SoftmaxState):
+        map_state(lambda x, new: x[row].copy_(new[0]), kept, state)
+        return
+    assert isinstance(state, SoftmaxState)
+    slots = kept.key_place.shape[1]
+    slot = state.key_place[0, -slots:] % slots
+    kept.key_place[row] = EMPTY
+    for x, new in ((kept.keys, state.keys), (kept.values, state.values), (kept.key_place, state.key_place)):
+        x[row, slot] = new[0, -slots:].to(x.device, x.dtype)
+    kept.place[row] = state.place[0]
+
+
+def _take(kept: LayerState, row: int) -> LayerState:
+    if not isinstance(kept, SoftmaxState):
+        return map_state(lambda x: x[row : row + 1].clone(), kept)
+    place, slot = kept.key_place[row].sort()
+    slot = slot[place != EMPTY]
+    keys, values, key_place = (x[row : row + 1, slot] for x in (kept.keys, kept.values, kept.key_place))
+    return SoftmaxState(keys, values, key_place, kept.place[row : row + 1].clone())
