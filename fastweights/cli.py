@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from fastweights.recipes.demo import DEMO
 from fastweights.recipes.settings import CompareSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
+from fastweights.recipes.train_presets import PRESETS, preset_run
+from fastweights.recipes.train_settings import TrainingRun
 
 EXTRAS = {"cli": ("tyro", "rich"), "train": ("accelerate", "pyarrow"), "report": ("matplotlib",)}
 """A package or two of each extra, by whose absence a missing extra is told."""
@@ -52,7 +54,45 @@ def compare_on_task(settings: TaskCompareSettings) -> None:
     run_plan(settings, jobs, Console())
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"compare": compare, "demo": demo}
+def train(settings: TrainingRun = preset_run("kla+ccq-5m")) -> None:  # noqa: B008, a frozen dataclass
+    _need("train")
+    from rich.console import Console
+
+    from fastweights.recipes.train import plan_training, run_training
+
+    try:
+        run_training(plan_training(settings), Console())
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise CannotDo(error) from error
+
+
+train.__doc__ = f"""Train a language model on text: --preset NAME, and any setting in its place. Interrupt it, and the same command goes on.
+
+Presets: {", ".join(PRESETS)}."""
+
+
+def train_from(arguments: Sequence[str]) -> Callable[..., None]:
+    """`train` with the preset that the arguments name as its defaults."""
+    name = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = argument.partition("=")
+        if flag == "--preset":
+            name = value if equals else following
+    if name is None:
+        return train
+    try:
+        run = preset_run(name)
+    except ValueError as error:
+        raise CannotDo(error) from error
+
+    def from_preset(settings: TrainingRun = run) -> None:
+        train(settings)
+
+    from_preset.__doc__ = train.__doc__
+    return from_preset
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"compare": compare, "demo": demo, "train": train}
 ON_TASK: dict[str, Callable[..., None]] = {"compare": compare_on_task}
 """What the commands are when `--task` is among the arguments: other settings fit then."""
 
@@ -64,9 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import tyro
 
         arguments = sys.argv[1:] if arguments is None else list(arguments)
+        commands = COMMANDS | {"train": train_from(arguments)} if arguments[:1] == ["train"] else COMMANDS
         on_task = any(argument.partition("=")[0] == "--task" for argument in arguments)
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS | ON_TASK if on_task else COMMANDS,
+            commands | ON_TASK if on_task else commands,
             prog="fastweights",
             description="Linear attention as a fast-weight memory: train, compare, measure.",
             args=arguments,

@@ -25,15 +25,23 @@ def call(capsys):
     return call
 
 
+OF_TRAINING = ("--data", "--steps", "--learning-rate", "--hidden-size", "--longest", "--out", "--restart")
+FLAGS = {
+    "compare": ("--mixers", "--seeds", *OF_TRAINING),
+    "demo": ("--mixers", "--seeds", *OF_TRAINING),
+    "train": ("--preset", "--mixer ", "--seed ", *OF_TRAINING),
+}
+
+
 def test_help_names_every_command_and_explains_every_setting(call):
     code, text = call("--help")
     assert code == 0 and all(name in text for name in cli.COMMANDS)
     for name, function in cli.COMMANDS.items():
         code, text = call(name, "--help")
         assert code == 0 and " ".join(function.__doc__.split())[:40] in " ".join(text.split())
-        for flag in ("--mixers", "--seeds", "--data", "--steps", "--learning-rate", "--hidden-size", "--longest", "--out", "--restart"):
-            assert flag in text
-        assert "None" not in text.split("--restart")[0].split("--mixers")[1]
+        first, *_ = flags = FLAGS[name]
+        assert all(flag in text for flag in flags)
+        assert "None" not in text.split("--restart")[0].split(first)[-1]
 
 
 def test_help_is_quick_because_nothing_heavy_is_loaded():
@@ -51,6 +59,8 @@ def test_help_is_quick_because_nothing_heavy_is_loaded():
         (("compare", "--steps", "0"), "steps=0 is not positive"),
         (("compare", "--tokenizer", "./no-such-tokenizer"), "no-such-tokenizer"),
         (("demo", "--precision", "fp8"), "fp8"),
+        (("train", "--preset", "kla-9b"), "preset 'kla-9b' is not one of byte, kla-5m"),
+        (("train", "--mixer", "kla+cqc"), "cqc"),
         (("fly",), "fly"),
         ((), "compare"),
     ],

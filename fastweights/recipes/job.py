@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastweights.evaluate.perplexity import LengthCurve, LengthScore, score_lengths
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.recipes.pool import Report
-from fastweights.recipes.settings import CompareSettings
+from fastweights.recipes.settings import CompareSettings, EvaluateSettings
 from fastweights.records import provenance
 from fastweights.train.corpus import Corpus, open_corpus
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
@@ -84,11 +84,11 @@ def run_job(job: Job, report: Report, should_stop: Callable[[], bool]) -> dict[s
             raise _Stopped
 
     try:
-        measured = _measure(job, model, report_or_stop)
+        measured = measure(model, job.validation.open(), job.settings.evaluate, job.settings.train.sequence_length, report_or_stop)
         report_or_stop("sampling", 0, 1, "")
     except _Stopped:
         return None
-    sample = _sample(job, model, tokenizer)
+    text = sample(model, tokenizer, job.settings.evaluate, job.seed)
     report("done", 1, 1, f"{measured['validation']['bits_per_byte']['value']:.3f} bits")
     settings = job.settings
     tokens, seconds = settings.train.steps * settings.train.batch_tokens, history[-1]["seconds"]
@@ -107,7 +107,7 @@ def run_job(job: Job, report: Report, should_stop: Callable[[], bool]) -> dict[s
         "tokens_per_second": tokens / seconds,
         "training": [[entry["step"] * settings.train.batch_tokens, entry["loss"] / math.log(2)] for entry in history],
         **measured,
-        "sample": sample,
+        "sample": text,
         **provenance(device=job.device, seed=job.seed),
     }
 
@@ -147,10 +147,11 @@ def _train(job: Job, tokenizer: PreTrainedTokenizerBase, report: Report, should_
     return True
 
 
-def _measure(job: Job, model: PreTrainedModel, report: Report) -> dict[str, Any]:
-    settings, corpus = job.settings, job.validation.open()
+def measure(model: PreTrainedModel, corpus: Corpus, wanted: EvaluateSettings, sequence_length: int, report: Report) -> dict[str, Any]:
+    """Bits per byte at the training length, by context length and by position, as parts of a result row."""
     documents = [corpus[i] for i in range(len(corpus))]
     rate = corpus.bytes / (corpus.lengths - 1).clip(min=1)  # the document token stands for no byte, and is never scored
+    contexts = wanted.lengths(sequence_length)
 
     def score(lengths: list[int], tokens: int, done: int) -> LengthCurve:
         return score_lengths(
@@ -159,14 +160,13 @@ def _measure(job: Job, model: PreTrainedModel, report: Report) -> dict[str, Any]
             lengths=lengths,
             tokens=tokens,
             bytes_per_token=rate,
-            tail=settings.train.sequence_length,
+            tail=sequence_length,
             on_progress=lambda scored, _: report("measuring", done + scored, total, ""),
         )
 
-    wanted = settings.evaluate
-    total = wanted.validation_tokens + len(settings.lengths) * wanted.length_tokens
-    validation = score(settings.lengths[:1], wanted.validation_tokens, 0).lengths[0]
-    curve = score(settings.lengths, wanted.length_tokens, wanted.validation_tokens)
+    total = wanted.validation_tokens + len(contexts) * wanted.length_tokens
+    validation = score(contexts[:1], wanted.validation_tokens, 0).lengths[0]
+    curve = score(contexts, wanted.length_tokens, wanted.validation_tokens)
     return {
         "validation": _plain(validation),
         "lengths": [_plain(point) for point in curve.lengths],
@@ -178,13 +178,13 @@ def _plain(score: LengthScore) -> dict[str, Any]:
     return score._asdict() | {name: getattr(score, name)._asdict() for name in ("bits_per_byte", "tail_bits_per_byte")}
 
 
-def _sample(job: Job, model: FastWeightsForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    wanted = job.settings.evaluate
+def sample(model: FastWeightsForCausalLM, tokenizer: PreTrainedTokenizerBase, wanted: EvaluateSettings, seed: int) -> dict[str, str]:
+    """A text that goes on from `wanted.prompt`: the prompt and what the model adds."""
     ids = tokenizer(wanted.prompt, add_special_tokens=False, return_tensors="pt").input_ids.long()
     ids = torch.cat([torch.tensor([[document_token_id(tokenizer)]]), ids], dim=1).to(model.device)
     if wanted.sample_tokens == 0:
         return {"prompt": wanted.prompt, "text": ""}
-    torch.manual_seed(job.seed)
+    torch.manual_seed(seed)
     generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

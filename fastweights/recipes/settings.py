@@ -92,6 +92,10 @@ class EvaluateSettings:
         if self.sample_tokens < 0:
             raise ValueError(f"sample_tokens={self.sample_tokens} is negative")
 
+    def lengths(self, sequence_length: int) -> list[int]:
+        """Context lengths of the curve, in tokens."""
+        return [sequence_length * 2**i for i in range(self.longest.bit_length())]
+
 
 @dataclass(kw_only=True, frozen=True)
 class CompareSettings:
@@ -138,7 +142,7 @@ class CompareSettings:
     @property
     def lengths(self) -> list[int]:
         """Context lengths of the curve, in tokens."""
-        return [self.train.sequence_length * 2**i for i in range(self.evaluate.longest.bit_length())]
+        return self.evaluate.lengths(self.train.sequence_length)
 
 
 def _literal(value: str) -> Any:

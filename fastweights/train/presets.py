@@ -15,7 +15,9 @@ class ModelSize:
     num_hidden_layers: int = 2
     """Blocks, each a mixer and an MLP."""
     num_heads: int = 3
-    """Heads of the mixer."""
+    """Heads of the mixer; of its keys where `num_value_heads` is given."""
+    num_value_heads: int | None = None
+    """Value heads, a multiple of `num_heads`, which then share keys; none given: as many."""
     intermediate_size: int = 256
     """Width of the MLP. `compare` widens it a little where a mixer has fewer parameters than another."""
     expand_k: float = 1.0
@@ -31,8 +33,17 @@ SIZES: dict[str, ModelSize] = {
     "1m": ModelSize(hidden_size=128, num_hidden_layers=5, num_heads=4, intermediate_size=320),
     "5m": ModelSize(hidden_size=256, num_hidden_layers=6, num_heads=4, intermediate_size=640),
     "25m": ModelSize(hidden_size=512, num_hidden_layers=8, num_heads=8, intermediate_size=1216),
+    "60m": ModelSize(hidden_size=640, num_hidden_layers=12, num_heads=10, intermediate_size=1536),
+    "125m": ModelSize(hidden_size=768, num_hidden_layers=18, num_heads=12, intermediate_size=1728),
+    "0.4b": ModelSize(hidden_size=1536, num_hidden_layers=11, num_heads=12, intermediate_size=6144, expand_k=0.75, expand_v=1.5),
+    "500m": ModelSize(hidden_size=1280, num_hidden_layers=20, num_heads=10, intermediate_size=3392, expand_k=0.75, expand_v=1.5),
+    "1.3b": ModelSize(hidden_size=2048, num_hidden_layers=21, num_heads=16, intermediate_size=5440, expand_k=0.75, expand_v=1.5),
 }
-"""Named sizes; parameters at a byte vocabulary are about what the name says."""
+"""Named sizes. Up to 125m, parameters at a byte vocabulary are about what the name says; above, those of 32,000 pieces.
+
+0.4b is the shape of KLA's "0.4B" models (arXiv 2605.08587): 468 M parameters and 49 M of embeddings. 500m and 1.3b have the sizes of CCQ's
+models (arXiv 2606.01294), whose shapes are not among our facts: ours keep KLA's heads, K = 96 and V = 192.
+"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -65,13 +76,24 @@ class TrainSettings:
     """Pieces that an optimizer step is computed in, to save memory; the gradient is that of the whole batch."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the matrix products; weights, gates and norms stay in float32."""
+    activation_checkpointing: bool = False
+    """Keep only what goes into each block, and compute the rest again in the backward pass: less memory, a third more arithmetic."""
+    compile: bool = False
+    """torch.compile the model; the first step then takes a while."""
+    spike: float = 0.0
+    """Stop before a step whose loss is more than this many times the median of the last 100; 0 for never."""
     save_every: int = 100
     """Steps between checkpoints, a multiple of `log_every`; a killed run goes on from the last one."""
+    keep_checkpoints: int = 2
+    """The newest checkpoints that are kept."""
     log_every: int = 10
     """Steps between two points of the training curve."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "sequence_length", "accumulation", "save_every", "log_every", "learning_rate"):
+        for name in (
+            *("steps", "batch_tokens", "sequence_length", "accumulation", "learning_rate"),
+            *("save_every", "keep_checkpoints", "log_every"),
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive")
         if self.save_every % self.log_every:
@@ -79,6 +101,8 @@ class TrainSettings:
         for name in ("final_learning_rate", "warmup"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
+        if self.spike != 0 and not self.spike > 1:
+            raise ValueError(f"spike={self.spike} is neither 0 nor above 1: every other step would be a spike")
         if self.sequence_length < 2:
             raise ValueError("sequence_length=1 leaves nothing to predict")
         if self.batch_tokens % (self.sequence_length * self.accumulation):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import resource
 import shutil
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +23,22 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fastweights.models import parameter_groups
+from fastweights.models import FastWeightsForCausalLM, parameter_groups
 from fastweights.train.corpus import Corpus
+from fastweights.train.flops import peak_flops, training_flops
+from fastweights.train.observe import first_window, observe
 from fastweights.train.packing import PackedBatches
 from fastweights.train.presets import TrainSettings
 
 CHECKPOINT = "checkpoint-"
-OnStep = Callable[[int, dict[str, float]], None]
+CURVE = ("step", "loss", "grad_norm", "learning_rate", "seconds")
+"""What a checkpoint remembers of each point of the curve."""
+WHOLE_LOGITS = 2**26
+"""Numbers of logits that a micro-batch may hold at a time; above, they are made piece by piece, and again in the backward pass."""
+SPIKE_STEPS = 100
+"""Steps that a spike is measured by; the first fifth of them are never one."""
+Logs = dict[str, float]
+OnStep = Callable[[int, Logs], None]
 
 
 class Training(NamedTuple):
@@ -48,6 +60,7 @@ def train(
     device: str = "cpu",
     log_to: tuple[str, ...] = (),
     on_step: OnStep | None = None,
+    on_log: Callable[[Logs], None] = lambda logs: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Training:
     """Train any causal language model of transformers on packed windows; go on from the last whole checkpoint in `folder` if there is one.
@@ -58,19 +71,24 @@ def train(
         device: `cpu` or `cuda`.
         log_to: names of transformers' loggers, such as `tensorboard`.
         on_step: called after each step with (steps done, the last logged values) in place of the Trainer's own progress bar.
+        on_log: called every `log_every` steps with all that is logged: what `Training.history` keeps, and tokens, tokens_per_second,
+            mfu (where the device's peak is known), memory (most bytes so far, of the device or the process) and what `observe` gives.
         should_stop: asked every `log_every` steps; if true, a checkpoint is saved and training ends.
 
     Raises:
-        FloatingPointError: a loss or gradient is not finite; the message names step, batch and tensor. Checkpoints stay.
+        FloatingPointError: a loss or gradient is not finite, or a loss is a spike by `settings.spike`; the message names step, batch and
+            tensor. Checkpoints stay.
     """
     trainer = PackedTrainer(model, corpus, settings, folder=folder, seed=seed, device=device, log_to=log_to, quiet=on_step is not None)
-    trainer.add_callback(_Hooks(trainer, on_step, should_stop))
+    trainer.add_callback(_Hooks(trainer, on_step, on_log, should_stop))
+    if settings.activation_checkpointing:  # the method was renamed in transformers 5.2x
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     use_cache, model.config.use_cache = model.config.use_cache, False
     try:
         trainer.train(resume_from_checkpoint=last_checkpoint(folder))
     finally:
         model.config.use_cache = use_cache
-    history = [{k: v for k, v in entry.items() if k != "epoch"} for entry in trainer.state.log_history if "loss" in entry]
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Training(finished=trainer.state.global_step >= settings.steps, history=history)
 
 
@@ -114,10 +132,11 @@ class PackedTrainer(transformers.Trainer):
             adam_beta2=settings.betas[1],
             max_grad_norm=settings.clip,
             bf16=settings.precision == "bf16",
+            torch_compile=settings.compile,
             seed=seed,
             use_cpu=device == "cpu",
             save_steps=settings.save_every,
-            save_total_limit=2,
+            save_total_limit=settings.keep_checkpoints,
             logging_steps=settings.log_every,
             logging_nan_inf_filter=False,
             disable_tqdm=quiet,
@@ -125,6 +144,7 @@ class PackedTrainer(transformers.Trainer):
             remove_unused_columns=False,
             dataloader_pin_memory=device != "cpu",
         )
+        self.settings = settings
         windows = settings.batch_tokens // (settings.sequence_length * settings.accumulation * arguments.world_size)
         self.batches = PackedBatches(
             corpus,
@@ -136,7 +156,13 @@ class PackedTrainer(transformers.Trainer):
             ranks=arguments.world_size,
         )
         self.inputs = input_names(model)
-        self._began = 0.0
+        self.flops_per_token = training_flops(model, settings.sequence_length)
+        whole = windows * settings.sequence_length * model.config.vocab_size <= WHOLE_LOGITS
+        self.loss_only = {} if whole or not _loses_without_logits(model) else {"logits_to_keep": 1}
+        self._began = self._logged_at = 0.0
+        self._logged_step = 0
+        self._window: dict[str, Tensor] = {}
+        self._step_loss, self._recent = 0.0, deque[float](maxlen=SPIKE_STEPS)
         super().__init__(model=model, args=arguments, train_dataset=self.batches)
         if quiet:
             self.remove_callback(PrinterCallback)
@@ -152,34 +178,63 @@ class PackedTrainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of a micro-batch; what is not finite stops here, before clipping spreads it and a weight takes it."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if "cu_seqlens" in inputs and (self.state.global_step + 1) % self.settings.log_every == 0:
+            self._window = first_window(inputs, self.settings.sequence_length)
+        loss = super().training_step(model, inputs | self.loss_only, num_items_in_batch)
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         if not torch.isfinite(loss + norm):
-            raise FloatingPointError(self._not_finite(model, loss))
+            raise FloatingPointError(self._stopped_at(f"the loss is {loss.item():g}; not finite: {_not_finite(model) or 'the loss alone'}"))
+        if self.settings.spike:
+            self._look_for_spike(loss.item())
         return loss
 
-    def _not_finite(self, model: nn.Module, loss: Tensor) -> str:
-        step, pieces = self.state.global_step, self.args.gradient_accumulation_steps
-        broken = []
-        for name, parameter in model.named_parameters():
-            for what, tensor in ((f"weight {name}", parameter), (f"gradient of {name}", parameter.grad)):
-                if tensor is not None and not torch.isfinite(tensor).all():
-                    broken.append(what)
-        text = "\n".join(self.batches.describe(batch) for batch in range(step * pieces, (step + 1) * pieces))
-        return (
-            f"step {step + 1}: the loss is {loss.item():g}; not finite: {', '.join(broken) or 'the loss alone'}."
-            f" Checkpoints in {self.args.output_dir} stay. The text of the step:\n{text}"
-        )
+    def _look_for_spike(self, loss: float) -> None:
+        """`loss` is a micro-batch's share of its step's."""
+        self._step_loss += loss
+        if not self.accelerator.sync_gradients:
+            return
+        usual = statistics.median(self._recent) if len(self._recent) >= SPIKE_STEPS // 5 else float("inf")
+        if self._step_loss > self.settings.spike * usual:
+            text = f"the loss is {self._step_loss:g}, more than spike={self.settings.spike:g} times {usual:g}, the median of the"
+            raise FloatingPointError(self._stopped_at(f"{text} {len(self._recent)} steps before"))
+        self._recent.append(self._step_loss)
+        self._step_loss = 0.0
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def _stopped_at(self, why: str) -> str:
+        step, pieces = self.state.global_step, self.args.gradient_accumulation_steps
+        text = "\n".join(self.batches.describe(batch) for batch in range(step * pieces, (step + 1) * pieces))
+        return f"step {step + 1}: {why}. Checkpoints in {self.args.output_dir} stay. The text of the step:\n{text}"
+
+    def log(self, logs: Logs, start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs["seconds"] = round(time.perf_counter() - self._began, 3)
+            logs.update(self._speed(), **self._observed())
         super().log(logs, start_time)
+        if "loss" in logs:  # the state is written into every checkpoint, so it keeps the curve alone
+            self.state.log_history[-1] = {name: self.state.log_history[-1][name] for name in CURVE}
+
+    def _speed(self) -> Logs:
+        now = time.perf_counter() - self._began
+        step, batch_tokens = self.state.global_step, self.settings.batch_tokens
+        rate = (step - self._logged_step) * batch_tokens / (now - self._logged_at)
+        self._logged_step, self._logged_at = step, now
+        logs = {"seconds": round(now, 3), "tokens": step * batch_tokens, "tokens_per_second": rate}
+        peak = peak_flops(self.args.device, self.settings.precision)
+        if peak is not None:
+            logs["mfu"] = rate * self.flops_per_token / (peak * self.args.world_size)
+        return logs | {"memory": _most_memory(self.args.device)}
+
+    def _observed(self) -> Logs:
+        if not self._window:
+            return {}
+        assert isinstance(self.model, nn.Module)
+        with self.compute_loss_context_manager():
+            return observe(self.model, {name: value.to(self.args.device) for name, value in self._window.items()})
 
     def start_clock(self) -> None:
         """Count seconds on from what the log of an earlier part says."""
         before = [entry["seconds"] for entry in self.state.log_history if "seconds" in entry]
-        self._began = time.perf_counter() - (before[-1] if before else 0.0)
+        self._logged_step, self._logged_at = self.state.global_step, before[-1] if before else 0.0
+        self._began = time.perf_counter() - self._logged_at
 
 
 def input_names(model: PreTrainedModel) -> list[str]:
@@ -188,14 +243,42 @@ def input_names(model: PreTrainedModel) -> list[str]:
     return ["input_ids", "labels", borders]
 
 
+def _loses_without_logits(model: PreTrainedModel) -> bool:
+    """Can the model's forward give a loss without all logits? Ours can; others would cut the loss to the logits that are kept."""
+    return isinstance(model, FastWeightsForCausalLM)
+
+
+def _not_finite(model: nn.Module) -> str:
+    """Names of the weights and gradients that are not."""
+    broken = []
+    for name, parameter in model.named_parameters():
+        for what, tensor in ((f"weight {name}", parameter), (f"gradient of {name}", parameter.grad)):
+            if tensor is not None and not torch.isfinite(tensor).all():
+                broken.append(what)
+    return ", ".join(broken)
+
+
+def _most_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that tensors have held, else the most that the process has."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class _Hooks(TrainerCallback):
     """What `train` hangs into the Trainer: the clock, the report of progress, and the way to stop."""
 
-    def __init__(self, trainer: PackedTrainer, on_step: OnStep | None, should_stop: Callable[[], bool]) -> None:
-        self.trainer, self.on_step, self.should_stop = trainer, on_step, should_stop
+    def __init__(
+        self, trainer: PackedTrainer, on_step: OnStep | None, on_log: Callable[[Logs], None], should_stop: Callable[[], bool]
+    ) -> None:
+        self.trainer, self.on_step, self._on_log, self.should_stop = trainer, on_step, on_log, should_stop
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.trainer.start_clock()
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if "loss" in logs:
+            self._on_log({name: value for name, value in logs.items() if name != "epoch"} | {"step": state.global_step})
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.on_step is not None:

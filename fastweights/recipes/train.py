@@ -1,0 +1,288 @@
+"""`fastweights train`: from settings to a folder with a trained, measured model, by way of any number of interruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.recipes.compare import count_parameters
+from fastweights.recipes.job import Text, measure, sample
+from fastweights.recipes.pool import Report, cores, run_jobs
+from fastweights.recipes.settings import Variant
+from fastweights.recipes.train_card import model_card
+from fastweights.recipes.train_settings import TrainingRun, determining, flat
+from fastweights.records import append_rows, provenance, read_rows
+from fastweights.report.numbers import interval
+from fastweights.train.corpus import load_corpus
+from fastweights.train.packing import PackedBatches
+from fastweights.train.tokenizer import document_token_id, load_tokenizer
+from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
+
+SETTINGS, METRICS, RESULT, MODEL = "run.json", "metrics.jsonl", "result.json", "model"
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A run that can be done: everything that can be wrong with the settings has been looked for. Plain data."""
+
+    settings: TrainingRun
+    config: dict[str, Any]
+    """Arguments of `FastWeightsConfig`."""
+    parameters: int
+    training: Text
+    validation: Text
+    device: str
+
+    @property
+    def name(self) -> str:
+        return self.settings.preset
+
+    @property
+    def folder(self) -> Path:
+        return self.settings.out
+
+    def run(self, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Train or go on, save the model, measure it. None if `should_stop` ended it: a later call goes on."""
+        if not (self.folder / MODEL).exists() and not _train(self, report, should_stop):
+            return None
+        if not _is_main():
+            return {}
+        row = _result(self, report)
+        (self.folder / RESULT).write_text(json.dumps(row, indent=1))
+        (self.folder / MODEL / "README.md").write_text(model_card(row))
+        report("done", 1, 1, f"{row['validation']['bits_per_byte']['value']:.3f} bits")
+        return row
+
+
+def plan_training(settings: TrainingRun) -> TrainingJob:
+    """Load the text, build the configuration, count the parameters.
+
+    Raises:
+        ValueError, FileNotFoundError: settings that cannot be met, or a folder that holds a run of other settings.
+    """
+    for logger in settings.loggers:
+        if importlib.util.find_spec(logger) is None:
+            off = f", or --no-{logger}" if logger == "tensorboard" else ""
+            raise ValueError(f"{logger}=True: the package {logger} is not installed: pip install {logger}{off}")
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
+    tokenizer = load_tokenizer(settings.tokenizer)
+    config = _config(settings, tokenizer)
+    parameters = count_parameters(config)
+    corpus = load_corpus(settings.data, tokenizer)
+    if settings.validation:
+        training, validation = Text(corpus.folder, None), Text(load_corpus(settings.validation, tokenizer).folder, None)
+    else:
+        training, validation = Text(corpus.folder, "train"), Text(corpus.folder, "validation")
+    PackedBatches(training.open(), sequence_length=settings.train.sequence_length, windows=1, count=1)  # raises for too little text
+    validation.open()
+    job = TrainingJob(settings, config, parameters, training, validation, device)
+    if not settings.restart:
+        _refuse_other_settings(job)
+    return job
+
+
+def run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
+    """Do what is not done yet; returns what result.json holds.
+
+    Raises:
+        KeyboardInterrupt: interrupted; a checkpoint is saved, and the same call goes on.
+        FloatingPointError: a number was not finite, or the loss had a spike; checkpoints stay.
+    """
+    settings, folder = job.settings, job.folder
+    if settings.restart and _is_main():
+        _forget(folder)
+    finished = _finished(job)
+    if finished is not None:
+        console.print(f"Finished already: {folder / MODEL} (--restart does it again).", highlight=False)
+        return finished
+    if _is_main():
+        _describe(job, console)
+        _write_settings(job)
+    rows: list[dict[str, Any]] = []
+    try:
+        run_jobs([job], processes=1, threads=cores(), console=console, on_row=rows.append)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted; {folder} holds a checkpoint. The same command goes on from there.", highlight=False)
+        raise
+    (row,) = rows
+    if row:
+        console.print(f"{interval(row['validation']['bits_per_byte'])} bits per byte on text that was not trained on.", highlight=False)
+        console.print(f"Model: {folder / MODEL}   Curve: {folder / METRICS}   Result and provenance: {folder / RESULT}", highlight=False)
+    return row
+
+
+def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    variant = Variant.parse(settings.mixer)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
+    shape = dataclasses.asdict(settings.model)
+    return {"mixer": variant.mixer(settings.model.num_hidden_layers), "vocab_size": len(tokenizer), **shape, **special, **variant.options}
+
+
+def _identity(job: TrainingJob) -> dict[str, Any]:
+    """What must be the same for a run to go on: the settings, and the text behind their names."""
+    return determining(flat(job.settings)) | {"text": job.training.open().key}
+
+
+def _refuse_other_settings(job: TrainingJob) -> None:
+    file = job.folder / SETTINGS
+    if not file.exists():
+        return
+    before, now = json.loads(file.read_text())["identity"], _identity(job)
+    other = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in now | before if before.get(name) != now.get(name)]
+    if other:
+        raise ValueError(
+            f"{job.folder} holds a run of other settings: {'; '.join(other)}. Give another --out, or --restart to remove that run"
+        )
+
+
+def _write_settings(job: TrainingJob) -> None:
+    """run.json: the settings with everything resolved, and one entry a session, so that a resumed run says by what code it went on."""
+    file = job.folder / SETTINGS
+    sessions = json.loads(file.read_text())["sessions"] if file.exists() else []
+    content = {
+        "settings": flat(job.settings),
+        "identity": _identity(job),
+        "config": FastWeightsConfig(**job.config).to_dict(),
+        "parameters": job.parameters,
+        "sessions": [*sessions, provenance(device=job.device, seed=job.settings.seed)],
+    }
+    job.folder.mkdir(parents=True, exist_ok=True)
+    _write_whole(file, json.dumps(content, indent=1))
+
+
+def _train(job: TrainingJob, report: Report, should_stop: Callable[[], bool]) -> bool:
+    settings, folder = job.settings, job.folder
+    torch.manual_seed(settings.seed)
+    model = FastWeightsForCausalLM(FastWeightsConfig(**job.config))
+    checkpoint = last_checkpoint(folder)
+    if _is_main():
+        _drop_rows_after(folder / METRICS, int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
+
+    def on_step(step: int, logs: dict[str, float]) -> None:
+        report("training", step, settings.train.steps, f"loss {logs['loss']:.3f}" if "loss" in logs else "")
+
+    def on_log(logs: dict[str, float]) -> None:
+        if _is_main():
+            append_rows(folder / METRICS, [logs])
+
+    report("training", 0, settings.train.steps, "")
+    training = train(
+        model,
+        job.training.open(),
+        settings.train,
+        folder=folder,
+        seed=settings.seed,
+        device=job.device,
+        log_to=settings.loggers,
+        on_step=on_step,
+        on_log=on_log,
+        should_stop=should_stop,
+    )
+    if training.finished and _is_main():
+        _export(job, model)
+    return training.finished
+
+
+def _export(job: TrainingJob, model: FastWeightsForCausalLM) -> None:
+    """The plain Hugging Face folder, whole or not at all; then the checkpoints have done their work."""
+    part = job.folder / f"{MODEL}.part"
+    shutil.rmtree(part, ignore_errors=True)  # what a kill left
+    if job.settings.export_dtype == "bf16":
+        model.bfloat16()  # gates and norms stay float32
+    model.save_pretrained(part)
+    load_tokenizer(job.settings.tokenizer).save_pretrained(part)
+    config = json.loads((part / "config.json").read_text())
+    _write_whole(part / "config.json", json.dumps(config | {"dtype": "float32"}, indent=2))  # stored small, loaded in float32
+    part.rename(job.folder / MODEL)
+    for checkpoint in job.folder.glob(f"{CHECKPOINT}*"):
+        shutil.rmtree(checkpoint)
+
+
+def _result(job: TrainingJob, report: Report) -> dict[str, Any]:
+    """Of the model as it was saved: what a user will load."""
+    settings = job.settings
+    tokenizer = load_tokenizer(str(job.folder / MODEL))
+    model = FastWeightsForCausalLM.from_pretrained(job.folder / MODEL, device_map=job.device).eval()
+    measured = measure(model, job.validation.open(), settings.evaluate, settings.train.sequence_length, report)
+    report("sampling", 0, 1, "")
+    curve = read_rows(job.folder / METRICS)
+    training = job.training.open()
+    return {
+        "kind": "training",
+        "preset": settings.preset,
+        "settings": flat(settings),
+        "parameters": job.parameters,
+        "text": {"train_tokens": training.total, "train_documents": len(training), "key": training.key},
+        "tokens": settings.train.steps * settings.train.batch_tokens,
+        "seconds": curve[-1]["seconds"],
+        "training": [[row["tokens"], row["loss"] / math.log(2)] for row in curve],
+        **measured,
+        "sample": sample(model, tokenizer, settings.evaluate, settings.seed),
+        "sessions": json.loads((job.folder / SETTINGS).read_text())["sessions"],
+        **provenance(device=job.device, seed=settings.seed),
+    }
+
+
+def _finished(job: TrainingJob) -> dict[str, Any] | None:
+    """The result of an earlier call, if it measured what is asked for now."""
+    file = job.folder / RESULT
+    if not ((job.folder / MODEL).exists() and file.exists()):
+        return None
+    row = json.loads(file.read_text())
+    wanted = flat(job.settings)
+    asked = [name for name in wanted if name.startswith("evaluate.")]
+    return row if all(row["settings"].get(name) == wanted[name] for name in asked) else None
+
+
+def _describe(job: TrainingJob, console: Console) -> None:
+    settings, text = job.settings.train, job.training.open()
+    tokens = settings.steps * settings.batch_tokens
+    console.print(
+        f"{job.settings.preset}: {job.parameters:,} parameters, {tokens:,} tokens in {settings.steps:,} steps"
+        f" ({tokens / text.total:.2g} epochs of {text.total:,} tokens), in {job.folder}.",
+        highlight=False,
+    )
+    checkpoint = last_checkpoint(job.folder)
+    if checkpoint:
+        console.print(f"Going on from {checkpoint}.", highlight=False)
+
+
+def _drop_rows_after(file: Path, step: int) -> None:
+    """Rows of steps that are done again: a kill came between them and the next checkpoint."""
+    rows = read_rows(file)
+    if rows:
+        _write_whole(file, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows if row["step"] <= step))
+
+
+def _write_whole(file: Path, text: str) -> None:
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
+
+def _forget(folder: Path) -> None:
+    """What `fastweights train` wrote, and nothing else that may lie there."""
+    for file in (SETTINGS, METRICS, RESULT):
+        (folder / file).unlink(missing_ok=True)
+    for path in (folder / MODEL, folder / f"{MODEL}.part", folder / "runs", *folder.glob(f"{CHECKPOINT}*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_main() -> bool:
+    """Of the processes that torchrun started, the one that writes."""
+    return int(os.environ.get("RANK", "0")) == 0

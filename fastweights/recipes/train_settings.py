@@ -1,0 +1,75 @@
+"""What can be set about a training run. Importing this loads nothing heavy: the command line is made from these classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fastweights.recipes.settings import EvaluateSettings
+from fastweights.train.presets import SIZES, ModelSize, TrainSettings
+
+LOGGERS = ("tensorboard", "trackio", "wandb")
+CHANGEABLE = {"out", "restart", "device", *LOGGERS, "evaluate", "train.save_every", "train.keep_checkpoints", "train.spike"}
+"""What the trained weights do not depend on: these may differ when a run goes on."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class TrainingRun:
+    """Train a language model on text. Start from a preset with --preset NAME, and change any part of it.
+
+    Interrupt it as you like: the same command goes on where it stopped.
+    """
+
+    preset: str = "none"
+    """Where all settings that are not given come from; the names are above."""
+    mixer: str = "kla+ccq"
+    """`write[+read]` or `softmax`. `kla+ccq:ccq_strength=learned` sets an option, `kla+ccq,softmax` alternates layers."""
+    model: ModelSize = field(default_factory=lambda: SIZES["5m"])
+    data: tuple[str, ...] = ("stdlib",)
+    """Files, folders, parquet or jsonl (`text`), or `stdlib`: Python's own source. Split 80/10/10 by a hash of each document."""
+    validation: tuple[str, ...] = ()
+    """Text to validate on; then `data` is trained on whole."""
+    tokenizer: str = "bytes"
+    """`bytes`, or a folder or name of a Hugging Face tokenizer."""
+    train: TrainSettings = field(default_factory=TrainSettings)
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    seed: int = 0
+    """Draws the weights and the order of the text."""
+    export_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights in the finished model's folder, gates and norms excepted, which stay float32."""
+    tensorboard: bool = True
+    """Log for TensorBoard, in the run's folder."""
+    trackio: bool = False
+    """Log with trackio, which must be installed."""
+    wandb: bool = False
+    """Log with Weights & Biases, which must be installed."""
+    out: Path = Path("runs/train/run")
+    """Folder for settings (run.json), the training curve (metrics.jsonl), checkpoints, the result (result.json) and the model (model/)."""
+    restart: bool = False
+    """Remove what an earlier run left in the folder, and start over."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU if there is one."""
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """The loggers asked for, by the Trainer's names."""
+        return tuple(name for name in LOGGERS if getattr(self, name))
+
+
+def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings as plain data by dotted names, such as `train.steps`."""
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(settings):
+        value = getattr(settings, entry.name)
+        if dataclasses.is_dataclass(value):
+            found |= flat(value, f"{prefix}{entry.name}.")
+        else:
+            found[f"{prefix}{entry.name}"] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def determining(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of `flat` that the trained weights depend on."""
+    return {name: value for name, value in settings.items() if not {name, name.partition(".")[0]} & CHANGEABLE}
