@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
 
 from fastweights.recipes.demo import DEMO
+from fastweights.recipes.evaluate_settings import EvalSettings
+from fastweights.recipes.inspect_settings import InspectSettings
 from fastweights.recipes.settings import CompareSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
 from fastweights.recipes.train_presets import PRESETS, preset_run
 from fastweights.recipes.train_settings import TrainingRun
 
-EXTRAS = {"cli": ("tyro", "rich"), "train": ("accelerate", "pyarrow"), "report": ("matplotlib",)}
+EXTRAS = {"cli": ("tyro", "rich"), "train": ("accelerate", "pyarrow"), "report": ("matplotlib",), "eval": ("lm_eval",)}
 """A package or two of each extra, by whose absence a missing extra is told."""
 
 
@@ -92,7 +96,79 @@ def train_from(arguments: Sequence[str]) -> Callable[..., None]:
     return from_preset
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"compare": compare, "demo": demo, "train": train}
+def inspect(model: str, text: str = "", /, settings: InspectSettings = InspectSettings()) -> None:  # noqa: B008, a frozen dataclass
+    """Put a saved model's memories under the microscope: what each layer and head writes, forgets, keeps and reads, token by token.
+
+    Args:
+        model: folder of a saved model with its tokenizer; models of `compare` are in OUT/models/NAME/model.
+        text: a file (its first document), or words as they are.
+    """
+    _need("train", "report")
+    from rich.console import Console
+
+    from fastweights.recipes.inspect import prepare, run
+
+    try:
+        slide = prepare(model, text, settings)
+    except (ValueError, OSError) as error:
+        raise CannotDo(error) from error
+    run(slide, Console())
+
+
+def report(
+    files: tuple[Path, ...],
+    /,
+    out: Path = Path("report.html"),
+    title: str = "fastweights report",
+    export: tuple[Literal["svg", "png"], ...] = (),
+) -> None:
+    """One self-contained HTML page of any set of result files: tables, plots, the exact commands that made them.
+
+    Args:
+        files: results.json or .jsonl files of any command or benchmark, or folders that hold them. Models looked at with `inspect` stand
+            side by side.
+        out: the page.
+        title: its heading.
+        export: also write every figure to files, into the folder NAME_figures beside the page.
+    """
+    _need("train", "report")
+    from fastweights.recipes.report import report as write
+
+    try:
+        page, *figures = write(files, out, title=title, export=export)
+    except (ValueError, OSError) as error:
+        raise CannotDo(error) from error
+    print(f"Report: {page}" + (f"   {len(figures)} figures: {figures[0].parent}" if figures else ""))
+
+
+def evaluate(models: tuple[str, ...], /, settings: EvalSettings) -> None:
+    """Measure saved models on language tasks (lm-evaluation-harness), needles, recall, and perplexity by context length.
+
+    Args:
+        models: folders of saved models, or names on the hub; several stand side by side. Models of `compare` are in OUT/models/NAME/model.
+    """
+    _need("train", "report", "eval")
+    from rich.console import Console
+
+    from fastweights.recipes.evaluate import evaluate as run
+
+    try:
+        results = run(models, settings, Console())
+    except (ValueError, OSError) as error:
+        raise CannotDo(error) from error
+    if missing := results["missing"]:
+        reasons = "\n".join(f"  {entry['model']}, {entry['task']}: {entry['reason']}" for entry in missing)
+        raise CannotDo(f"{len(missing)} of {len(missing) + len(results['rows'])} could not be measured:\n{reasons}")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "compare": compare,
+    "demo": demo,
+    "train": train,
+    "eval": evaluate,
+    "inspect": inspect,
+    "report": report,
+}
 ON_TASK: dict[str, Callable[..., None]] = {"compare": compare_on_task}
 """What the commands are when `--task` is among the arguments: other settings fit then."""
 

@@ -41,6 +41,8 @@ class LengthScore(NamedTuple):
     """Over the last `tail` tokens of each window."""
     perplexity: float
     """exp of the mean nats per token."""
+    tail_perplexity: float
+    """The same over the last `tail` tokens of each window."""
     tokens: int
     documents: int
     per_document: list[tuple[float, float]]
@@ -191,6 +193,7 @@ class _Sums:
             bits_per_byte=ratio_estimate(bits, byte),
             tail_bits_per_byte=ratio_estimate(self.tail_nats / math.log(2), self.tail_count * rate),
             perplexity=math.exp(self.nats.sum() / self.count.sum()),
+            tail_perplexity=math.exp(self.tail_nats.sum() / self.tail_count.sum()),
             tokens=int(self.count.sum()),
             documents=len(chosen),
             per_document=[(float(bits[d]), float(byte[d])) for d in chosen],

@@ -95,6 +95,8 @@ def test_every_length_scores_the_same_tokens_by_hand(build, documents):
         assert score.bits_per_byte.low < score.bits_per_byte.value < score.bits_per_byte.high
         assert score.tail_bits_per_byte.value == pytest.approx(tail_bits / tail_byte, rel=1e-5)
         assert score.perplexity == pytest.approx(math.exp(nats / (64 * 6)), rel=1e-5)
+        tail_tokens = 8 * 6 * 64 // score.length
+        assert score.tail_perplexity == pytest.approx(math.exp(tail_bits * math.log(2) / tail_tokens), rel=1e-5)
         assert np.array(score.per_document) == pytest.approx(np.array([[bits[d], byte[d]] for d in (0, 2, 4)]), rel=1e-5)
     positions = curve.positions
     assert [(p.begin, p.end) for p in positions] == [(0, 16), (16, 23), (23, 32), (32, 45), (45, 64)]
