@@ -121,7 +121,7 @@ def _train(job: Job, tokenizer: PreTrainedTokenizerBase, report: Report, should_
     model = FastWeightsForCausalLM(FastWeightsConfig(**job.config))
     settings = job.settings.train
 
-    def on_step(step: int, logs: dict[str, float]) -> None:
+    def on_step(step: int, logs: dict[str, Any]) -> None:
         report("training", step, settings.steps, f"{logs['loss'] / math.log(2):.2f} bits" if "loss" in logs else "")
 
     report("training", 0, settings.steps, "")

@@ -60,8 +60,9 @@ class TrainingJob:
             return None
         if not _is_main():
             return {}
-        row = _result(self, report)
-        (self.folder / RESULT).write_text(json.dumps(row, indent=1))
+        text = json.dumps(_result(self, report), indent=1)
+        row = json.loads(text)
+        _write_whole(self.folder / RESULT, text)
         (self.folder / MODEL / "README.md").write_text(model_card(row))
         report("done", 1, 1, f"{row['validation']['bits_per_byte']['value']:.3f} bits")
         return row
@@ -173,10 +174,10 @@ def _train(job: TrainingJob, report: Report, should_stop: Callable[[], bool]) ->
     if _is_main():
         _drop_rows_after(folder / METRICS, int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
 
-    def on_step(step: int, logs: dict[str, float]) -> None:
+    def on_step(step: int, logs: dict[str, Any]) -> None:
         report("training", step, settings.train.steps, f"loss {logs['loss']:.3f}" if "loss" in logs else "")
 
-    def on_log(logs: dict[str, float]) -> None:
+    def on_log(logs: dict[str, Any]) -> None:
         if _is_main():
             append_rows(folder / METRICS, [logs])
 

@@ -81,7 +81,7 @@ class Preset(NamedTuple):
 
 def _byte() -> Preset:
     size = ModelSize(hidden_size=192, num_hidden_layers=3, num_heads=3, intermediate_size=192)
-    train = dataclasses.replace(_SMALL, steps=1500)
+    train = dataclasses.replace(_SMALL, steps=1000)
     run = _run("byte", "kla+ccq", size, train=train, evaluate=_SAMPLE, export_dtype="bf16")
     return Preset("ours: the model that ships with the package, at most 2 MB", run)
 

@@ -37,7 +37,8 @@ WHOLE_LOGITS = 2**26
 """Numbers of logits that a micro-batch may hold at a time; above, they are made piece by piece, and again in the backward pass."""
 SPIKE_STEPS = 100
 """Steps that a spike is measured by; the first fifth of them are never one."""
-Logs = dict[str, float]
+Logs = dict[str, Any]
+"""Numbers by name."""
 OnStep = Callable[[int, Logs], None]
 
 
@@ -46,7 +47,7 @@ class Training(NamedTuple):
 
     finished: bool
     """False if `should_stop` ended it early: the same call goes on from the last checkpoint."""
-    history: list[dict[str, float]]
+    history: list[Logs]
     """Every `log_every` steps: step, loss (nats a token), grad_norm, learning_rate, seconds (of training, over all resumptions)."""
 
 

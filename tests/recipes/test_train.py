@@ -1,0 +1,153 @@
+import dataclasses
+import importlib.util
+import io
+import json
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastweights.recipes import train as recipe
+from fastweights.recipes.settings import EvaluateSettings
+from fastweights.recipes.train import plan_training, run_training
+from fastweights.recipes.train_settings import TrainingRun, determining, flat
+from fastweights.records import append_rows, read_rows
+from fastweights.train.presets import ModelSize, TrainSettings
+
+TRAIN = TrainSettings(steps=6, batch_tokens=64, sequence_length=16, save_every=4, log_every=1)
+TIMED = {"seconds", "tokens_per_second", "memory"}
+
+
+@pytest.fixture
+def small(tmp_path, text, monkeypatch):
+    """A run of a second; give what differs."""
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+
+    def settings(folder="run", **changes):
+        given = {
+            "preset": "tiny",
+            "model": ModelSize(hidden_size=32, num_hidden_layers=1, num_heads=2, intermediate_size=48),
+            "data": (str(text),),
+            "train": TRAIN,
+            "evaluate": EvaluateSettings(validation_tokens=256, longest=4, length_tokens=128, prompt="the", sample_tokens=8),
+            "tensorboard": False,
+            "out": tmp_path / folder,
+            "device": "cpu",
+        }
+        return TrainingRun(**given | changes)
+
+    return settings
+
+
+def run(settings):
+    """(the result, what was printed)."""
+    printed = io.StringIO()
+    return run_training(plan_training(settings), Console(file=printed, width=200)), printed.getvalue()
+
+
+def curve(folder):
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in read_rows(folder / "metrics.jsonl")]
+
+
+def test_a_run_leaves_a_folder_that_says_all(small, tmp_path):
+    row, printed = run(small(export_dtype="bf16", tensorboard=True))
+    folder = tmp_path / "run"
+    assert f"{row['validation']['bits_per_byte']['value']:.3f}" in printed
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["tokens"] == 6 * 64
+    assert {"loss", "grad_norm", "learning_rate", *TIMED, "layer00/beta_mean", "layer00/decay_min", "layer00/lambda_trace_max"} <= set(
+        rows[0]
+    )
+    assert "mfu" not in rows[0]  # nobody told us this processor's peak
+    assert list(folder.glob("runs/*/events*"))
+    assert not list(folder.glob("checkpoint-*")) and not (folder / "model.part").exists()
+
+    settings = json.loads((folder / "run.json").read_text())
+    assert settings["settings"]["train.steps"] == 6 and settings["config"]["hidden_size"] == 32 and settings["sessions"][0]["commit"]
+    assert json.loads((folder / "result.json").read_text()) == row and row["versions"]["torch"] == torch.__version__
+
+    stored = load_file(folder / "model" / "model.safetensors")
+    halves = {name for name, tensor in stored.items() if tensor.dtype == torch.bfloat16}
+    assert "model.embed_tokens.weight" in halves and not any(".write." in name or ".read." in name or "norm" in name for name in halves)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    ids = AutoTokenizer.from_pretrained(folder / "model")("the", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
+    card = (folder / "model" / "README.md").read_text()
+    for told in ("kla+ccq", f"{row['parameters']:,}", str(small().data[0]), "384 tokens", row["sample"]["text"].strip(), row["commit"]):
+        assert told in card
+    assert card.count("\n| ") == 1 + len(row["lengths"])  # a head, and a line a length
+
+
+def test_interrupted_and_resumed_leaves_no_trace(small, tmp_path, monkeypatch):
+    """By the same command, twice, between checkpoints too; and rows that a kill left behind its last checkpoint are not there twice."""
+    straight, _ = run(small("straight"))
+    for stop in (2, 5):
+
+        def interrupt(file, rows, stop=stop):
+            append_rows(file, rows)
+            if rows[0]["step"] == stop - 1:
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(recipe, "append_rows", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(small())
+        assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")][-1] == stop
+        assert (tmp_path / f"run/checkpoint-{stop}").exists() and not (tmp_path / "run/model").exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    append_rows(tmp_path / "run/metrics.jsonl", [{"step": 6, "loss": 0.0}])
+    resumed, printed = run(small())
+    assert "Going on from" in printed and "checkpoint-5" in printed
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert resumed["validation"] == straight["validation"] and resumed["sample"] == straight["sample"]
+    assert len(resumed["sessions"]) == 3
+    for name, tensor in load_file(tmp_path / "straight/model/model.safetensors").items():
+        assert torch.equal(tensor, load_file(tmp_path / "run/model/model.safetensors")[name]), name
+
+
+def test_a_finished_run_is_only_told_of_and_other_measurements_only_measure(small, tmp_path):
+    row, _ = run(small())
+    written = (tmp_path / "run/model/model.safetensors").stat().st_mtime_ns
+    again, printed = run(small())
+    assert again == row and "Finished already" in printed
+    longer = dataclasses.replace(small().evaluate, longest=8)
+    measured, _ = run(small(evaluate=longer))
+    assert len(measured["lengths"]) == 4 and len(row["lengths"]) == 3
+    assert (tmp_path / "run/model/model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_folder_of_other_settings_is_refused_by_name_and_restart_removes_it(small, tmp_path, text):
+    run(small())
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"train\.steps was 6, is 8.*--restart") as refusal:
+        plan_training(small(train=dataclasses.replace(TRAIN, steps=8)))
+    assert "mixer" not in str(refusal.value)
+    with pytest.raises(ValueError, match=r"mixer was 'kla\+ccq', is 'gla'; seed was 0, is 1"):
+        plan_training(small(mixer="gla", seed=1))
+    plan_training(small(train=dataclasses.replace(TRAIN, save_every=3, keep_checkpoints=5, spike=4.0), device="auto"))  # changes no weight
+    text.write_text(text.read_text() + '{"text": "one more"}\n' * 9)
+    with pytest.raises(ValueError, match="text was "):
+        plan_training(small())
+    row, _ = run(small(mixer="gla", restart=True))
+    assert row["settings"]["mixer"] == "gla" and len(row["sessions"]) == 1 and len(curve(tmp_path / "run")) == 6
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_any_work(small, monkeypatch, tmp_path):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in ("wandb", "trackio") else real(name, *rest))
+    for name in ("wandb", "trackio"):
+        with pytest.raises(ValueError, match=f"{name}=True: the package {name} is not installed: pip install {name}"):
+            plan_training(small(**{name: True}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_may_change_is_no_part_of_a_run():
+    names = determining(flat(TrainingRun()))
+    assert {"mixer", "model.hidden_size", "train.steps", "train.log_every", "data", "seed", "preset"} <= set(names)
+    assert not {"out", "device", "train.spike", "evaluate.longest", "wandb"} & set(names)
+    assert json.loads(json.dumps(flat(TrainingRun()))) == flat(TrainingRun())
