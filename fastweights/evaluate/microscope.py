@@ -113,25 +113,17 @@ def inspect_memory(
         ValueError: an empty text, layers that do not exist, or none of them with a memory.
     """
     base: Any = model.base_model
-    mixers, T = [block.mixer for block in base.layers], len(ids)
+    T = len(ids)
     if T == 0:
         raise ValueError("the text has no tokens")
     for name, value in (("chunk", chunk), ("stride", stride), ("top", top)):
         if value < 1:
             raise ValueError(f"{name}={value} is not positive")
-    wanted = range(len(mixers)) if layers is None else list(layers)
-    for layer in wanted:
-        if not 0 <= layer < len(mixers):
-            raise ValueError(f"layer {layer} does not exist; the model has layers 0 to {len(mixers) - 1}")
-    seen = [i for i in wanted if isinstance(mixers[i], FastWeightAttention)]
-    if not seen:
-        raise ValueError(
-            f"there is no memory to look at: layer {', '.join(map(str, wanted))} is softmax attention, which keeps all it read"
-        )
+    seen, without_memory = layers_with_memory(model, layers)
     if needle is not None:
         needle.check(T)
 
-    lenses = [_Lens(mixers[i], i, stride, top, rank_tolerance, needle) for i in seen]
+    lenses = [_Lens(base.layers[i].mixer, i, stride, top, rank_tolerance, needle) for i in seen]
     cache, looks = FastWeightsCache(model.config), []
     with ExitStack() as hooks:
         for lens in lenses:
@@ -141,7 +133,27 @@ def inspect_memory(
             base(ids[begin : begin + chunk].unsqueeze(0).to(model.device), cache=cache, use_cache=True)
             looks.append(min(begin + chunk, T))
             on_progress(looks[-1], T)
-    return View(np.arange(0, T, stride), np.array(looks), [lens.view() for lens in lenses], [i for i in wanted if i not in seen])
+    return View(np.arange(0, T, stride), np.array(looks), [lens.view() for lens in lenses], without_memory)
+
+
+def layers_with_memory(model: FastWeightsForCausalLM | FastWeightsModel, layers: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """Of the layers asked for (None is all), those with a memory and the softmax ones.
+
+    Raises:
+        ValueError: layers that do not exist, or none of them with a memory.
+    """
+    base: Any = model.base_model
+    mixers = [block.mixer for block in base.layers]
+    wanted = range(len(mixers)) if layers is None else list(layers)
+    for layer in wanted:
+        if not 0 <= layer < len(mixers):
+            raise ValueError(f"layer {layer} does not exist; the model has layers 0 to {len(mixers) - 1}")
+    seen = [i for i in wanted if isinstance(mixers[i], FastWeightAttention)]
+    if not seen:
+        raise ValueError(
+            f"there is no memory to look at: layer {', '.join(map(str, wanted))} is softmax attention, which keeps all it read"
+        )
+    return seen, [i for i in wanted if i not in seen]
 
 
 class _Lens:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from fastweights.evaluate.accuracy import EVALUATION_SEED, interval
-from fastweights.evaluate.microscope import STATES, TOKENS, View, inspect_memory
+from fastweights.evaluate.microscope import STATES, TOKENS, View, inspect_memory, layers_with_memory
 from fastweights.evaluate.microscope_summary import digits, summarise_view
 from fastweights.evaluate.needle import Needle, find_needle
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
@@ -29,8 +29,8 @@ from fastweights.report.terminal import microscope_tables
 from fastweights.tasks import SNIAH, Count, generator
 from fastweights.tasks.base import IGNORE
 from fastweights.tasks.s_niah import NEEDLE, PROMPT
-from fastweights.train.documents import SourceFile, read_documents
 from fastweights.train.corpus import encoder
+from fastweights.train.documents import SourceFile, read_documents
 from fastweights.train.tokenizer import document_token_id
 
 
@@ -82,6 +82,8 @@ def prepare(model: str, text: str, settings: InspectSettings) -> Slide:
         ids = [document_token_id(tokenizer), *map(int, encoder(tokenizer)([content.encode()])[0])][: settings.tokens]
         if settings.needle:
             needle = _span_in_text(tokenizer, content, settings.needle, len(ids))
+    if ids:
+        layers_with_memory(loaded, settings.layers or None)
     cells = []
     if settings.depth_map:
         cells = [_niah(tokenizer, content, length, depth) for length in settings.lengths for depth in settings.depths]

@@ -22,6 +22,8 @@ def report(files: Sequence[Path], out: Path, *, title: str = "fastweights report
     Raises:
         ValueError, FileNotFoundError: a file that is not there or holds no results.
     """
+    if not files:
+        raise ValueError("no result files were given: results.json or .jsonl files, or folders that hold them")
     results = [result for file in files for result in load_results(file)]
     if not export:
         write_report(results, out, title=title)

@@ -97,7 +97,7 @@ def _maps(seen: Sequence[Results], name: str, label: str, caption: str, centre: 
             x_label="token",
             value_label=label,
             description=f"{label} of {one['name']} by head and token.",
-            extent=(0, begins[-1] + (begins[-1] - begins[-2] if len(begins) > 1 else 1)),
+            extent=(0.0, float(begins[-1] + (begins[-1] - begins[-2] if len(begins) > 1 else 1))),
         )
         found.append(figure(plot, Html(f"{tag('b', one['name'])}: {caption} A line a head, grouped by layer.")))
     return found
@@ -118,9 +118,9 @@ def _lines(seen: Sequence[Results], draw: Callable[[Results, Layer], Curve | Non
     return found
 
 
-def _range(lines: Sequence[Curve]) -> tuple[float, float] | None:
+def _range(lines: Sequence[Curve]) -> Sequence[float]:
     values = [y for line in lines for part in (line.y, line.low, line.high) for y in part if y is not None]
-    return (min(values), max(values)) if values else None
+    return (min(values), max(values)) if values else ()
 
 
 def _grids(*kinds: Sequence[Html]) -> list[Html]:
@@ -129,7 +129,7 @@ def _grids(*kinds: Sequence[Html]) -> list[Html]:
     return [tag("div", *figures, cls="half") for row in rows for figures in row if figures]
 
 
-def _over_heads(layer: Layer, x: Sequence[float], heads: Sequence[Sequence[float]]) -> Curve:
+def _over_heads(layer: Layer, x: Sequence[int], heads: Sequence[Sequence[float]]) -> Curve:
     """A line of means over heads; its band is from the least to the greatest."""
     means = [sum(h) / len(h) for h in heads]
     return Curve(f"layer {layer['layer']}", x, means, [min(h) for h in heads], [max(h) for h in heads])

@@ -61,7 +61,7 @@ def curves(
     markers: bool = False,
     zero: bool = False,
     integers: bool = False,
-    y_range: tuple[float, float] | None = None,
+    y_range: Sequence[Any] = (),
     marks: Sequence[tuple[float, str]] = (),
     size: tuple[float, float] = (5.4, 3.7),
 ) -> Html:
@@ -91,10 +91,10 @@ def curves(
         elif integers:
             places = sorted({x for line in lines for x in line.x})
             axes.set_xticks(places[:: -(-len(places) // 12)])
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(float(x))))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_locator(MaxNLocator(6))
-        if y_range is not None:
+        if y_range:
             axes.update_datalim([(lines[0].x[0], y) for y in y_range])
             axes.autoscale_view()
         for x, text in marks:
@@ -145,7 +145,7 @@ def heat_map(
         low, high = heat.limits if heat.limits[0] < heat.limits[1] else (heat.limits[0], heat.limits[0] + 1e-6)
         two = heat.centre is not None and low < heat.centre < high
         norm = TwoSlopeNorm(heat.centre, low, high) if two and heat.centre is not None else Normalize(low, high)
-        left, right = extent or (0, len(columns))
+        left, right = extent or (0.0, float(len(columns)))
         values = np.array(heat.values, dtype=float)
         colours = "PuOr_r" if two else "viridis"
         image = axes.imshow(

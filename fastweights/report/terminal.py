@@ -63,13 +63,7 @@ def microscope_tables(results: Mapping[str, Any]) -> list[Table]:
         names = [*(COLUMNS | short).values(), "‖S‖", "rank"]
         mixers = list(dict.fromkeys(layer["mixer"] for layer, _ in rows))
         shown = [i for i in range(len(names)) if any(numbers[i] is not None for _, numbers in rows)]
-        whole = Table(
-            title=f"{', '.join(mixers)}: means over heads and tokens",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
+        whole = _narrow(f"{', '.join(mixers)}: means over heads and tokens")
         whole.add_column("layer", no_wrap=True)
         for i in shown:
             whole.add_column(names[i], justify="right")
@@ -84,9 +78,15 @@ def microscope_tables(results: Mapping[str, Any]) -> list[Table]:
     return tables
 
 
+def _narrow(title: str) -> Table:
+    """A table whose columns lie close together, and that its title fits."""
+    look = dict(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    return Table(title=title, min_width=len(title) + 2, **look)  # type: ignore[arg-type]
+
+
 def _needle_table(results: Mapping[str, Any]) -> Table:
     names = {"survives_query": "query kept", "survives_direction": "direction kept", "projection": "on top directions"}
-    table = Table(title="Needle / haystack keys", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = _narrow("Needle keys / haystack keys, means over heads")
     layers = results["view"]["layers"]
     shown = [name for name in names if any(name in layer["needle"] for layer in layers)]
     table.add_column("layer")
@@ -103,9 +103,7 @@ def _needle_table(results: Mapping[str, Any]) -> Table:
 
 
 def _depth_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        title="Needles: nats a token, share said", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = _narrow("Needles: nats a token of the value, and the share that is said")
     lengths = sorted({row["length"] for row in rows})
     cells = {(row["depth"], row["length"]): f"{row['nats_per_token']:.2f} {100 * row['accuracy']:.0f} %" for row in rows}
     table.add_column("depth")

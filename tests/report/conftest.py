@@ -2,6 +2,19 @@ import math
 
 import pytest
 
+from fastweights.evaluate.microscope import STATES, TOKENS, inspect_memory
+from fastweights.evaluate.microscope_summary import summarise_view
+from fastweights.evaluate.needle import Needle
+from tests.models.tiny import tiny_model, tokens
+
+PROVENANCE = {
+    "command": "fastweights demo",
+    "commit": "abc1234567",
+    "device": "A processor, 2 threads",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "time": "2030-01-01T00:00:00+00:00",
+}
+
 
 @pytest.fixture
 def results():
@@ -41,15 +54,8 @@ def results():
         }
 
     labels = ["gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq"]
-    provenance = {
-        "command": "fastweights demo",
-        "commit": "abc1234567",
-        "device": "A processor, 2 threads",
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-        "time": "2030-01-01T00:00:00+00:00",
-    }
     summary = [entry(i, label) for i, label in enumerate(labels)]
-    rows = [e | provenance | {"seed": 0, "run": f"run{i}", "seconds": 61.5} for i, e in enumerate(summary)]
+    rows = [e | PROVENANCE | {"seed": 0, "run": f"run{i}", "seconds": 61.5} for i, e in enumerate(summary)]
     settings = {
         "mixers": labels,
         "sizes": ["0.3m"],
@@ -61,4 +67,75 @@ def results():
         "evaluate": {"prompt": ""},
     }
     text = {"train_tokens": 7_700_000, "validation_tokens": 1_000_000, "validation_documents": 70}
-    return {"kind": "comparison", "settings": settings, "text": text, "summary": summary, "rows": rows, **provenance}
+    return {"kind": "comparison", "settings": settings, "text": text, "summary": summary, "rows": rows, **PROVENANCE}
+
+
+@pytest.fixture
+def task_results():
+    """What `compare --task` writes for three mixers and two learning rates."""
+
+    def measured(length, accuracy, stratum=None, value=None):
+        named = {
+            "evaluation": f"length {length}, pairs 4",
+            "task": "mqar",
+            "length": length,
+            "pairs": 4,
+            "stratum": stratum,
+            "value": value,
+        }
+        return named | {"chance": 0.01, "ceiling": 1.0, "accuracy": accuracy, "low": accuracy - 0.05, "high": min(1, accuracy + 0.03)}
+
+    standings, rows = [], []
+    for i, label in enumerate(("gated_deltanet", "kla", "kla+ccq")):
+        curve = [[step, 5.0, min(1.0, step / (400 + 100 * i)), step / 50] for step in range(50, 1001, 50)]
+        found = [measured(length, 0.99 - 0.1 * i * j) for j, length in enumerate((64, 128, 256))]
+        found += [measured(256, 0.95 - 0.02 * j, "gap", 8 * 2**j) for j in range(5)]
+        found += [measured(256, 0.9 - 0.3 * seen, "seen", seen) for seen in (0, 1)]
+        facts = {"label": label, "learning_rate": 3e-3, "parameters": 123_000, "state_floats": 4096}
+        standings.append({**facts, "seeds": [0], "steps": 1000, "train_accuracy": 0.99, "training": curve, "accuracy": found})
+        for rate in (1e-3, 3e-3):
+            ended = {"steps": 1000, "train_accuracy": 0.9, "seconds": 61.0, "reached": False, "diverged": False, "run": f"run{i}"}
+            train = [{"task": "mqar", "length": 64, "pairs": 4, "share": 1.0}]
+            rows.append({"kind": "task", "label": label, "learning_rate": rate, "seed": 0, "train": train, **ended, **PROVENANCE})
+    return {"kind": "task comparison", "preset": "mqar", "standings": standings, "rows": rows, **PROVENANCE}
+
+
+def look(name, **arguments):
+    """What `inspect` writes for a tiny model."""
+    ids, needle = tokens(120), Needle(begin=20, end=30, question=100, asked=105, asked_end=115)
+    model = tiny_model(**arguments)
+    view = inspect_memory(model, ids, chunk=16, top=3, needle=needle)
+    depths = [
+        {"length": length, "depth": depth, "samples": 8, "prompt_tokens": length - 20.0, "nats": 9.5, "nats_per_token": 1.2 + depth / 100}
+        | {"accuracy": 0.25, "low": 0.07, "high": 0.59}
+        for length in (512, 1024, 2048)
+        for depth in (0, 50, 100)
+    ]
+    return {
+        "kind": "microscope",
+        "label": name,
+        "mixers": model.config.mixers,
+        "source": "a <text>",
+        "tokens": 120,
+        "settings": {"chunk": 16},
+        "view": summarise_view(view),
+        "without_memory": view.without_memory,
+        "needle": {"spans": needle._asdict(), "text": "", "answer": {"nats": 12.5, "tokens": 8, "retrieved": False}},
+        "depth_map": depths,
+        "meaning": TOKENS | STATES,
+        **PROVENANCE,
+    }
+
+
+@pytest.fixture(scope="session")
+def seen():
+    """Two models side by side."""
+    return [look("first", mixer="kla+ccq"), look("second", mixer="gla+ccq")]
+
+
+@pytest.fixture
+def bench():
+    """Rows of a benchmark."""
+    fixed = {"kind": "forward", "backend": "triton", "floor_ms": 0.12}
+    rows = [fixed | {"shape": [1, 1024 * 2**i, 16, 128, 128], "work": f"forward/{i}", "ms": 0.5 * 2**i, **PROVENANCE} for i in range(4)]
+    return {"kind": "rows", "name": "ops.jsonl", "rows": [*rows, {"kind": "odd", "note": "alone", "value": None, "flag": True}]}

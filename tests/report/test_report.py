@@ -1,7 +1,5 @@
 import copy
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +9,7 @@ from fastweights.report.html import Html, escape, table, tag
 from fastweights.report.numbers import interval
 from fastweights.report.plots import Curve, curves, short_number
 
-VOID = {"meta", "link", "br", "path", "use", "rect"}
+VOID = {"meta", "link", "br", "path", "use", "rect", "image"}
 
 
 class Reader(HTMLParser):
@@ -124,22 +122,3 @@ def test_pieces():
     assert [short_number(float(x)) for x in (0, 8, 256, 1024, 4096, 2**20, 1500, 2_500_000, 3000)] == [
         "0", "8", "256", "1K", "4K", "1M", "1.5k", "2.5M", "3k",
     ]  # fmt: skip
-
-
-@pytest.mark.full
-def test_a_browser_draws_it_without_complaint(report, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--no-first-run",
-        "--enable-logging=stderr",
-    ]
-    where = [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'page.png'}", "--window-size=1200,2600"]
-    done = subprocess.run([browser, *options, *where, report().as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and ":CONSOLE" not in done.stderr
-    assert (tmp_path / "page.png").stat().st_size > 100_000  # plots and text, not a blank page

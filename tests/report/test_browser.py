@@ -1,0 +1,35 @@
+"""Every kind of report in a real browser: no complaint, every plot drawn, nothing wider than the page."""
+
+import pytest
+
+from fastweights.report import write_report
+from tests.report.browser import open_page
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "kinds, plots",
+    [(["results"], 4), (["task_results"], 3), (["seen"], 30), (["bench"], 1), (["results", "task_results", "seen", "bench"], 38)],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_a_browser_draws_it_without_complaint(request, tmp_path, kinds, plots):
+    results = []
+    for kind in kinds:
+        found = request.getfixturevalue(kind)
+        results += found if isinstance(found, list) else [found]
+    write_report(results, tmp_path / "report.html")
+    opened = open_page(tmp_path / "report.html", tmp_path)
+    assert not opened.complaints
+    assert len(opened.plots) == plots
+    for plot in opened.plots:
+        assert plot["width"] > 300 and plot["height"] > 60 and plot["drawn"] >= 10 and plot["broken"] == 0
+        assert plot["right"] <= opened.window
+    assert opened.width <= opened.window  # wide tables scroll in their own box
+
+
+def test_the_check_sees_what_is_broken(tmp_path):
+    page = tmp_path / "bad.html"
+    page.write_text('<html><body><svg width="400" height="90"></svg><script>console.error("no")</script></body></html>')
+    opened = open_page(page, tmp_path)
+    assert any('"no"' in line for line in opened.complaints) and opened.plots[0]["drawn"] == 0
