@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 OLDEST := .venv-oldest
 TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: env demo test test-full test-oldest lint clean
+.PHONY: env demo test test-full test-oldest test-gpu test-gpu-memcheck lint clean
 
 env: $(STAMP)
 
@@ -32,6 +32,15 @@ test: lint
 test-full: env
 	$(TESTS) -m "full and not gpu and not compile"
 	FASTWEIGHTS_SHAPE_CHECKS=0 $(TESTS) -n 0 -m "compile and full and not gpu"
+
+# On a machine with a GPU: $(PYTHON) with a CUDA build of torch and the development extra. A shard a file, each at most 8 minutes.
+test-gpu: $(patsubst tests/gpu/test_%_gpu.py,test-gpu-%,$(wildcard tests/gpu/test_*_gpu.py))
+
+test-gpu-%:
+	timeout 480 $(PYTHON) -m pytest -n 8 --dist worksteal -q -m gpu tests/gpu/test_$*_gpu.py
+
+test-gpu-memcheck:
+	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -n 0 -q -m gpu tests/gpu -k every_entry
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own: the model is what depends on it.
 test-oldest: $(OLDEST)/.installed

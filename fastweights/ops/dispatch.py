@@ -2,7 +2,7 @@
 
 Forms: a batch of a few tokens goes through the recurrent form, all else through the chunkwise one. Backends: "reference" (the loop that
 defines the op), "torch" (anywhere), "triton" (CUDA, or the CPU under Triton's interpreter when asked for). "auto" takes Triton where it can
-run, else torch.
+run and has proved right on a card, else torch.
 
 A Triton twin lives in ``ops/<family>/chunk_triton.py`` as ``chunk_<family>_triton`` with the signature of every form, and in
 ``ops/<family>/step_triton.py`` as ``<family>_step_triton_``. Each of the two modules says what its kernels cannot take in
@@ -35,6 +35,9 @@ from fastweights.precision import outside_autocast
 BACKENDS = ("auto", "reference", "torch", "triton")
 FEW = 4
 """Up to this many tokens the recurrent form is the faster one."""
+
+UNPROVEN = {("decay", "chunk"), ("ccq", "query")}
+"""Twins whose tests have not all passed on a card yet (docs/kernels.md): they run where they are asked for by name."""
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("delta", "reference"): reference_delta,
@@ -173,6 +176,8 @@ def why_not_triton(family: str, form: str, backend: str, *operands: Any) -> str 
     else:
         module = twin(family, form)
         reason = module if isinstance(module, str) else module.why_not(*operands)
+        if reason is None and backend == "auto" and (family, form) in UNPROVEN:
+            reason = "not all tests of its kernels have passed on a GPU yet; backend='triton' asks for them"
     if reason is not None and backend == "triton":
         raise ValueError(f"backend='triton' cannot run this: {reason}")
     return reason

@@ -26,10 +26,12 @@ def per_own_head(x: Tensor, heads: int, dim: int = 2) -> Tensor:
 def scaled(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """scale·q̂, k̂, v̂ ``[B, T, Hv, …]`` in the working precision."""
     dtype, heads = working_dtype(q), v.shape[2]
+    q, k, v = (
+        _times(per_value_head(x.to(dtype), 2, heads), factor)
+        for x, factor in ((q, coef.query_scale), (k, coef.key_scale), (v, coef.value_scale))
+    )
+    return q if scale == 1.0 else q * scale, k, v
 
-    def times(x: Tensor, factor: Tensor | None) -> Tensor:
-        x = per_value_head(x.to(dtype), 2, heads)
-        return x if factor is None else x * per_value_head(factor, 2, heads).unsqueeze(-1)
 
-    q = times(q, coef.query_scale)
-    return q if scale == 1.0 else q * scale, times(k, coef.key_scale), times(v, coef.value_scale)
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * per_value_head(factor, 2, x.shape[2]).unsqueeze(-1)

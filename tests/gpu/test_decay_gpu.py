@@ -8,7 +8,8 @@ import torch
 from fastweights.notation import Coefficients
 from fastweights.ops.reference import reference_decay
 from tests.gpu.test_delta_gpu import on_card
-from tests.ops.grid import DECAY, Case, bounds, check, compare, make, run, sample
+from tests.ops.grid import DECAY, Case, bounds, compare, make, run, sample
+from tests.ops.test_decay_triton import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,7 +28,7 @@ GATES = tuple(kind for kind in DECAY["decay"] if kind is None or "extreme" not i
     "case", sample({**DECAY, "decay": GATES, "dtype": (torch.bfloat16, torch.float16, torch.float32)}, quick=1)
 )  # fmt: skip
 def test_chunk_is_the_reference(case):
-    check(chunk_decay_triton, reference_decay, on_card(make(case)), precision=case.dtype)
+    check(chunk_decay_triton, on_card(make(case)))
 
 
 @pytest.mark.parametrize("segment", [0, 128])
@@ -37,7 +38,7 @@ def test_every_entry_of_the_table(entry, segment):
     bytes_, K = entry if isinstance(entry, tuple) else (2, 128)
     gates = "channel mixed" if entry == "channel" else "mixed"
     problem = on_card(make(Case(T=300, K=K, V=192, heads=(1, 2), rows="packed", dtype=DTYPES[bytes_], decay=gates, beta=None)))
-    check(partial(chunk_decay_triton, tile=tile._replace(segment=segment)), reference_decay, problem, precision=problem.q.dtype)
+    check(partial(chunk_decay_triton, tile=tile._replace(segment=segment)), problem)
 
 
 @pytest.mark.parametrize("entry", TILES, ids=str)

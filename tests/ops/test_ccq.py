@@ -28,7 +28,7 @@ def loop(q, k, lam, *, log_decay=None, mask=None, unit_keys=False, eps=1e-6, sta
     for i, (start, end) in enumerate(pairwise(edges)):
         C, mean, w = state if cu_seqlens is None else (x[i : i + 1] for x in state)
         for t in range(start, end):
-            counts = torch.ones(B, dtype=torch.bool) if mask is None else mask[:, t]
+            counts = torch.ones(B, dtype=torch.bool, device=k.device) if mask is None else mask[:, t]
             left = w if log_decay is None else log_decay[:, t].exp() * w
             d, new = k[:, t] - mean, left + 1
             spread = (left / new)[..., None, None] * d.unsqueeze(-1) * d.unsqueeze(-2)

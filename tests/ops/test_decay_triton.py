@@ -36,10 +36,10 @@ def check(form, problem):
     """The rule of `compare`, but for log_decay: the kernels take its gradient as a difference of sums, right to the digits of the sums."""
     got, plain, exact = run(form, problem), run(reference_decay, problem), run(reference_decay, problem.to(torch.float64))
     precision = problem.q.dtype  # in which the kernels multiply
-    sums = torch.zeros((), dtype=torch.float64)
+    sums = 0.0
     for output, upstream in ((exact["o"], problem.grad_o), (exact["final state"], problem.grad_state)):
         if upstream is not None:
-            sums += (output * upstream).abs().sum()
+            sums += (output * upstream).abs().sum().item()
     if problem.q.numel() and "grad log_decay" in got:
         error = largest_error(got.pop("grad log_decay"), exact["grad log_decay"])
         allowed = 2 * largest_error(plain.pop("grad log_decay"), exact.pop("grad log_decay"))

@@ -108,6 +108,15 @@ def test_a_twin_that_can_run_is_called(family, form, monkeypatch):
         FAMILIES[family][0](x.q, x.k, x.v, x.coef, backend="triton")
 
 
+@pytest.mark.parametrize("family, form", [*sorted(dispatch.UNPROVEN), ("delta", "chunk")])
+def test_auto_leaves_kernels_that_have_not_proved_right(family, form, monkeypatch):
+    q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(dispatch, "twin", lambda *names: SimpleNamespace(why_not=lambda *operands: None))
+    assert dispatch.why_not_triton(family, form, "triton", q) is None
+    reason = dispatch.why_not_triton(family, form, "auto", q)
+    assert reason is None if family == "delta" else "have passed on a GPU yet" in reason
+
+
 @BOTH
 def test_unknown_backends_are_named(family):
     x = example(family)

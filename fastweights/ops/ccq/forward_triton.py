@@ -99,7 +99,7 @@ def merge_kernel(
     h = tl.program_id(0) % H
     begin, count = segments_of_row(r, first, T, L)
     i = tl.program_id(1) * BK + tl.arange(0, BK)
-    j = tl.program_id(2) * BV + tl.arange(0, BV)
+    j = tl.arange(0, BV)
     place = i[:, None] * K + j[None, :]
     mask = (i < K)[:, None] & (j < K)[None, :]
     row = r.to(tl.int64) * H + h
@@ -120,8 +120,8 @@ def merge_kernel(
         own_j = tl.load(mean + s * K + j, mask=j < K, other=0.0)
         own_w = tl.load(weight + s)
         tl.store(covariance + s * K * K + place, moment, mask=mask)
-        if tl.program_id(2) == 0:
-            tl.store(mean_before + s * K + i, mu_i, mask=i < K)
+        tl.store(mean_before + s * K + i, mu_i, mask=i < K)
+        if tl.program_id(1) == 0:
             tl.store(weight_before + s, w)
         share = own_w / tl.maximum(w + own_w, 1.0)
         moment += own + (w * share) * ((own_i - mu_i)[:, None] * (own_j - mu_j)[None, :])
@@ -129,8 +129,8 @@ def merge_kernel(
         mu_j += share * (own_j - mu_j)
         w += own_w
     tl.store(final_c + row * K * K + place, moment, mask=mask)
-    if tl.program_id(2) == 0:
-        tl.store(final_mu + row * K + i, mu_i, mask=i < K)
+    tl.store(final_mu + row * K + i, mu_i, mask=i < K)
+    if tl.program_id(1) == 0:
         tl.store(final_w + row, w)
 
 
@@ -225,7 +225,7 @@ def moments(k, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Keys, Mome
         C=tile.chunk, BK=padded(K), DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     rows, width = 512 // padded(K), padded(K)
-    merge_kernel[(cut.rows * H, triton.cdiv(K, rows), 1)](
+    merge_kernel[(cut.rows * H, triton.cdiv(K, rows))](
         *own, *(state or (None, None, None)), mean, weight, *final, cut.first, T, cut.length, H, K, BK=rows, BV=width, num_warps=4,
     )  # fmt: skip
     return keys, Moments(own.covariance, mean, weight), final

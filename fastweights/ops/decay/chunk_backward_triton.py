@@ -51,12 +51,12 @@ def to_row(coarse, fine, t, C: tl.constexpr):
 
 @triton.jit
 def query_kernel(
-    k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, table, T, L, H, G, tokens,
+    k, v, g, qs, ks, vs, q, do, memory, dq, dqs, qdq, table, T, L, H, G, tokens,
     q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of value columns ``block·BV …`` alone, and q·dq in place of dg (a number a token, or one a channel)."""
+    """dq of value columns ``block·BV …`` alone, and q·dq (a number a token, or one a channel)."""
     pid = tl.program_id(0)
     block = pid % NB
     h = pid // NB % H
@@ -91,23 +91,23 @@ def query_kernel(
         store_tile(dq, grad * factor, start, end, H * K, 0, K, C, BK)
         if dqs is not None:
             store_numbers(dqs + part * H, tl.sum(z * grad, 1) * scale, start, end, H, h, C)
-        if dg is not None:
+        if qdq is not None:
             if CHANNEL:
-                store_tile(dg + (part * H + h) * K, z * grad * factor, start, end, H * K, 0, K, C, BK)
+                store_tile(qdq + (part * H + h) * K, z * grad * factor, start, end, H * K, 0, K, C, BK)
             else:
-                store_numbers(dg + part * H, tl.sum(z * grad * factor, 1), start, end, H, h, C)
+                store_numbers(qdq + part * H, tl.sum(z * grad * factor, 1), start, end, H, h, C)
         x *= keep
         S = S * carry + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
 
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, dg, table, T, L, H, G, tokens,
+    q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, qdq, dg, table, T, L, H, G, tokens,
     q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk of value columns ``block·BV …`` alone, dv, and dg made from the q·dq that `query_kernel` left in it."""
+    """dk of value columns ``block·BV …`` alone, dv, and dg made from the q·dq of `query_kernel`."""
     pid = tl.program_id(0)
     block = pid % NB
     h = pid // NB % H
@@ -164,14 +164,14 @@ def key_value_kernel(
             store_numbers(dvs + part * H, tl.sum(raw_v * grad_v, 1), start, end, H, h, C)
         if dg is not None:
             if CHANNEL:
-                change = load_tile(dg + (part * H + h) * K, start, end, H * K, 0, K, C, BK) - x * grad_k
+                change = load_tile(qdq + (part * H + h) * K, start, end, H * K, 0, K, C, BK) - x * grad_k
                 store_tile(
                     dg + (part * H + h) * K,
                     crossing[None, :] + tl.sum(change, 0)[None, :] - tl.cumsum(change, 0) + change,
                     start, end, H * K, 0, K, C, BK,
                 )  # fmt: skip
             else:
-                change = load_numbers(dg + part * H, start, end, H, h, 0.0, C) - tl.sum(x * grad_k, 1)
+                change = load_numbers(qdq + part * H, start, end, H, h, 0.0, C) - tl.sum(x * grad_k, 1)
                 store_numbers(dg + part * H, crossing + tl.sum(change, 0) - tl.cumsum(change, 0) + change, start, end, H, h, C)
             crossing += tl.sum(change, 0)
         z *= since * scale
@@ -199,7 +199,7 @@ def backward(
 
     dq, dk, dv = per_part(q, K), per_part(k, K), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dqs, dks, dvs = (None if x is None else per_part(x) for x in (qs, ks, vs))
-    dg = per_part(g, *([K] if channel else [])) if need_dg else None
+    qdq, dg = (per_part(g, *([K] if channel else [])) if need_dg else None for _ in range(2))  # in place, its threads would race
     DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     common = dict(
         K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
@@ -208,10 +208,10 @@ def backward(
     strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)
     sizes = (cut.table, T, cut.length, Hv, Hv // Hk, B * T)
     grid = (cut.number * Hv * blocks,)
-    query_kernel[grid](k, v, g, qs, ks, vs, q, do, memory, dq, dqs, dg, *sizes, *strides, **common)
+    query_kernel[grid](k, v, g, qs, ks, vs, q, do, memory, dq, dqs, qdq, *sizes, *strides, **common)
     after = contributions(q, do, g, qs, None, cut, tile, reverse=True, scale=scale)
     dstate = scan(after, total, dfinal, T, cut, reverse=True)
-    key_value_kernel[grid](q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, dg, *sizes, *strides, **common)
+    key_value_kernel[grid](q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, qdq, dg, *sizes, *strides, **common)
     like_g = k if channel else v
     coefficients = (None if x is None else added(x, like) for x, like in ((dg, like_g), (dqs, qs), (dks, ks), (dvs, vs)))
     return added(dq, q).to(q.dtype), added(dk, k).to(k.dtype), dv, *coefficients, dstate
