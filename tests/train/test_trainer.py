@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastweights.train.presets import SIZES, TrainSettings
-from fastweights.train.trainer import PackedTrainer, input_names, last_checkpoint, train
+from fastweights.train.trainer import CURVE, PackedTrainer, input_names, last_checkpoint, train
 
 SETTINGS = TrainSettings(steps=10, batch_tokens=64, sequence_length=16, save_every=100, log_every=1, learning_rate=1e-2, warmup=0.2)
 
@@ -153,6 +153,8 @@ def test_settings_that_cannot_be_met():
         (dict(sequence_length=1), "leaves nothing to predict"),
         (dict(batch_tokens=100, sequence_length=64), "batch_tokens=100 is not a whole number of windows of sequence_length=64"),
         (dict(accumulation=32), "in each of accumulation=32 pieces"),
+        (dict(spike=0.5), "spike=0.5 is neither 0 nor above 1"),
+        (dict(keep_checkpoints=0), "keep_checkpoints=0 is not positive"),
         (dict(save_every=15), "save_every=15 is not a multiple of log_every=10"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -163,3 +165,48 @@ def test_presets_are_plain_data():
     assert json.dumps({name: dataclasses.asdict(size) for name, size in SIZES.items()})
     for size in SIZES.values():
         assert size.hidden_size % size.num_heads == 0
+
+
+def test_a_spike_stops_before_the_weights_take_it(run, tmp_path, llama):
+    """At step 30 the loss is tenfold: in pieces, by their sum. The checkpoint before it stays, and without the guard it is trained on."""
+
+    def poison(model):
+        def once(module, args, output):
+            model.calls = getattr(model, "calls", 0) + 1
+            return output * 40 if model.calls in (59, 60) else output
+
+        model.lm_head.register_forward_hook(once)
+
+    settings = dataclasses.replace(SETTINGS, steps=32, save_every=10, accumulation=2, spike=2.0)
+    with pytest.raises(FloatingPointError) as failure:
+        run(settings=settings, prepare=poison)
+    message = str(failure.value)
+    assert (
+        message.startswith("step 30: the loss is ") and "more than spike=2 times" in message and "median of the 29 steps before" in message
+    )
+    assert message.count("epoch ") == 2 * 2  # the text of both pieces, two windows each
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run/checkpoint-20")
+    training, *_ = run("unguarded", settings=dataclasses.replace(settings, spike=0.0), prepare=poison)
+    assert training.finished
+
+
+def test_everything_is_logged_and_the_checkpoint_keeps_the_curve(run, tmp_path):
+    logged = []
+    training, *_ = run(on_log=logged.append)
+    assert [row["step"] for row in logged] == [*range(1, 11)]
+    assert all(row["tokens"] == row["step"] * 64 and row["tokens_per_second"] > 0 and row["memory"] > 10**7 for row in logged)
+    assert training.history == [{name: row[name] for name in CURVE} for row in logged]
+    state = json.loads((tmp_path / "run/checkpoint-10/trainer_state.json").read_text())
+    assert [entry for entry in state["log_history"] if "loss" in entry] == training.history
+
+
+def test_checkpoints_are_kept_by_number(run, tmp_path):
+    run(settings=dataclasses.replace(SETTINGS, save_every=2, keep_checkpoints=3))
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
+
+
+def test_activation_checkpointing_changes_no_number(run):
+    plain, a, _ = run("plain")
+    again, b, _ = run("again", settings=dataclasses.replace(SETTINGS, activation_checkpointing=True))
+    assert b.model.layers[0].gradient_checkpointing and losses(again) == losses(plain)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
