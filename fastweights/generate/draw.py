@@ -30,19 +30,9 @@ class Dials(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, device: torch.device) -> Dials:
-        def numbers(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
-
-        real, whole = torch.float64, torch.int64
-        return cls(
-            numbers(1, real),
-            numbers(0, real),
-            numbers(0, whole),
-            numbers(1, real),
-            numbers(0, real),
-            numbers(0, whole),
-            numbers(0, whole),
-        )
+        neutral = (1.0, 0.0, 0, 1.0, 0.0, 0, 0)
+        dtypes = {float: torch.float64, int: torch.int64}
+        return cls(*(torch.full((rows,), value, dtype=dtypes[type(value)], device=device) for value in neutral))
 
     def set(self, row: int, sampling: Sampling, seed: int, drawn: int) -> None:
         values = (sampling.repetition_penalty, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed, drawn)

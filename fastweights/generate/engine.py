@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastweights.generate.lookup import Lookup, check_guess
@@ -23,7 +22,7 @@ from fastweights.generate.reading import Reading
 from fastweights.generate.request import Completion, FinishReason, Request
 from fastweights.generate.rows import FAILED, Rows
 from fastweights.generate.sampling import Sampling
-from fastweights.generate.snapshot import Snapshot, describe, model_fingerprint
+from fastweights.generate.snapshot import Snapshot, describe, model_fingerprint, seen_tokens
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.models.cache import LayerState, map_state
 
@@ -162,7 +161,7 @@ class Engine:
         """
         tokens = prompt_tokens(text, self.tokenizer, begins=after is None)
         self._check(tokens, 0, after)
-        seen = self._seen(tokens, after)
+        seen = seen_tokens(self.model, tokens, after)
         tokens = [*(() if after is None else after.pending), *tokens]
         reading = self._reading(tokens, after)
         while reading.at_chunks_end:
@@ -277,7 +276,7 @@ class Engine:
         if request.after is None:
             self.prefixes.put(tokens[:-1], reading.states)
         row = min(set(range(self.rows.count)) - self._active.keys())
-        seen = self._seen(tokens, request.after)
+        seen = seen_tokens(self.model, tokens, request.after)
         self.rows.put(row, reading.states, tokens[-1], seen, request.sampling, request.seed, len(request.tokens))
         with self.turn:
             request.reading, self._incoming = None, None
@@ -317,10 +316,13 @@ class Engine:
             requests = list(self._active.values())
             self._active.clear()
             self._on_trial = None
-            if len(requests) == 1 and isinstance(error, Exception):
-                requests[0].finish("error", error)
-            else:
-                self._again.extend(requests)
+            for request in requests:
+                if request.ending is not None:  # all its tokens had come
+                    request.finish(request.ending)
+                elif len(requests) == 1 and isinstance(error, Exception):
+                    request.finish("error", error)
+                else:
+                    self._again.append(request)
 
     def _ahead(self, row: int, request: Request, lookup: Lookup) -> tuple[list[LayerState], int, bool] | None:
         """Several tokens at once for a row that speculates: (its states, the token to read next, is that the last?); None for no guess."""
@@ -349,7 +351,7 @@ class Engine:
                     self.prefixes.put(tokens[:-1], states)
                 if request.keep:
                     read = request.prompt_tokens + len(request.tokens) - 1
-                    seen = self._seen(tokens, request.after)
+                    seen = seen_tokens(self.model, tokens, request.after)
                     request.snapshot = Snapshot(tuple(states), read, (tokens[-1],), seen, self.fingerprint, describe(self.model))
         except Exception as caught:
             reason, error = "error", caught
@@ -367,8 +369,6 @@ class Engine:
     # What a request may be. -----------------------------------------------------------------------------------------------------------
 
     def _request(self, prompt: str | Sequence[int], sampling: Sampling, after: Snapshot | None, keep: bool) -> Request:
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs text, and this engine has no tokenizer")
         tokens = prompt_tokens(prompt, self.tokenizer, begins=after is None)
@@ -395,8 +395,3 @@ class Engine:
         if known is None:
             return Reading(self.model, self.prefill_chunk, tokens)
         return Reading(self.model, self.prefill_chunk, tokens[known.read :], known.states, known.read)
-
-    def _seen(self, tokens: list[int], after: Snapshot | None) -> Tensor:
-        seen = torch.zeros(self.model.config.vocab_size, dtype=torch.bool) if after is None else after.seen.clone()
-        seen[tokens] = True
-        return seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -10,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.models import FastWeightsForCausalLM
 
 
-def prompt_tokens(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, *, begins: bool) -> list[int]:
-    """Token ids. ``begins``: the text begins here, so the tokenizer may put in front what it puts in front of texts."""
+def prompt_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, *, begins: bool) -> list[int]:
+    """Token ids of text, or of token ids in a list, an array or a tensor on the CPU; else a ValueError. ``begins``: the text begins here, so the tokenizer may put in front what it puts in front of texts."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is text, and this engine has no tokenizer; give tokens")

@@ -63,6 +63,8 @@ class Request:
         self.tokens: list[int] = []
         self.error: Exception | None = None
         self.finish_reason: FinishReason | None = None
+        self.ending: FinishReason | None = None
+        """What the reason will be, once the last token has come."""
         self.cancelled = False
         self.reading: Reading | None = None
         """While the prompt is being read."""
@@ -140,11 +142,11 @@ class Request:
         if self.sampling.stop:
             self._push()
         if token in eos and not self.sampling.ignore_eos:
-            self._ending: FinishReason = "eos"
+            self.ending = "eos"
         elif self._text is not None and self._text.stopped:
-            self._ending = "stop"
+            self.ending = "stop"
         elif len(self.tokens) >= self.sampling.max_new_tokens:
-            self._ending = "length"
+            self.ending = "length"
         else:
             return False
         return True
@@ -152,7 +154,7 @@ class Request:
     def finish(self, reason: FinishReason | None = None, error: Exception | None = None) -> None:
         """The engine's: nothing more comes. The reason is by default the one that `add` found."""
         self.reading, self.error = None, error
-        self.finish_reason = reason or self._ending
+        self.finish_reason = reason or self.ending
 
     def _next_piece(self) -> str | None:
         """New text, maybe empty; None at the end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fastweights.options import check_between, check_flag
 
@@ -14,6 +15,8 @@ class Sampling:
     Raises:
         ValueError: from the constructor, for values that mean nothing.
     """
+
+    __no_type_check__: ClassVar[bool] = True  # what is no number is told as what no number may be
 
     max_new_tokens: int = 256
     """The answer ends after so many tokens, if not before."""

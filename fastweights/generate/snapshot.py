@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,13 @@ class Snapshot:
         pending = tuple(tensors.pop("pending").tolist())
         seen = tensors.pop("seen")
         return cls(_nested(tensors), int(about["tokens_read"]), pending, seen, about["fingerprint"], about["model"])
+
+
+def seen_tokens(model: FastWeightsForCausalLM, tokens: Sequence[int], after: Snapshot | None) -> Bool[Tensor, " vocabulary"]:
+    """Which tokens there are in ``tokens`` and in the text before them; on the CPU."""
+    seen = torch.zeros(model.config.vocab_size, dtype=torch.bool) if after is None else after.seen.clone()
+    seen[list(tokens)] = True
+    return seen
 
 
 def model_fingerprint(model: FastWeightsForCausalLM) -> str:

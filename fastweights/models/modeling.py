@@ -267,6 +267,10 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             )
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
+    def prepare_inputs_for_generation(self, *args, tokenizer=None, **kwargs):
+        """Without the tokenizer that ``generate`` is given for stop strings: transformers passes it on to the model too."""
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(
             "continuous batching shares out pages of keys and values, and a fast-weight memory has none; generate() takes a padded batch"

@@ -34,17 +34,10 @@ def recurrent_decay(
     S = v.new_zeros((rows, Hv, k.shape[3], V), dtype=real) if state is None else state.to(real)
     S = S if segments is None else segments.sort(S)
 
-    def moments(x: Tensor | None) -> Iterable[Tensor | None]:
-        """At each moment the tokens of the rows that still have one, ``[rows, Hv, 1, …]``."""
-        if x is None:
-            return repeat(None)
-        if segments is None:
-            return x.unsqueeze(3).unbind(1)
-        tokens = segments.cut(x)
-        return [tokens[step] for step in segments.steps]
-
     reads, ended = [], []
-    for q_, k_, v_, a in zip(*map(moments, (*scaled(q, k, v, coef, scale), _gates(coef.log_decay, v, real))), strict=False):
+    for q_, k_, v_, a in zip(
+        *(_moments(x, segments) for x in (*scaled(q, k, v, coef, scale), _gates(coef.log_decay, v, real))), strict=False
+    ):
         if len(q_) < len(S):
             ended.append(S[len(q_) :])
             S = S[: len(q_)]
@@ -55,6 +48,16 @@ def recurrent_decay(
     if segments is None:
         return torch.cat(reads, dim=2).transpose(1, 2).to(v.dtype), S
     return segments.join(torch.cat(reads), v.dtype), segments.unsort(torch.cat([S, *reversed(ended)]))
+
+
+def _moments(x: Tensor | None, segments: Segments | None) -> Iterable[Tensor | None]:
+    """At each moment the tokens of the rows that still have one, ``[rows, Hv, 1, …]``."""
+    if x is None:
+        return repeat(None)
+    if segments is None:
+        return x.unsqueeze(3).unbind(1)
+    tokens = segments.cut(x)
+    return [tokens[step] for step in segments.steps]
 
 
 @torch.no_grad()
