@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lm_eval.api.task import Task
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,6 +59,7 @@ class Subject:
         return harness
 
 
+@runtime_checkable  # the shape checker of the tests asks
 class Item(Protocol):
     """One thing to measure. Plain data; ``repr`` tells two apart."""
 

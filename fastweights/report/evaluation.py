@@ -34,7 +34,7 @@ def sections(results: Sequence[Results]) -> Sequence[Html]:
 def headline(row: Row) -> str:
     """A row in a few words."""
     if "points" in row:
-        return "perplexity " + ", ".join(f"{point['perplexity']:.4g} at {short_number(point['length'])}" for point in row["points"])
+        return "perplexity " + ", ".join(f"{point['perplexity']:.4g} at {short_number(float(point['length']))}" for point in row["points"])
     if "accuracy" in row:
         return ", ".join(f"{percent(one)} at length {one['length']:,}" for one in row["accuracy"] if one["stratum"] is None)
     told = ", ".join(f"{_metric(score)} {number(score)}" for score in row["scores"][: row["shown"]])
@@ -69,7 +69,7 @@ def point_lines(rows: Sequence[Row]) -> list[Shown]:
     found: dict[tuple[str, str], Shown] = {}
     for row in rows:
         for point in row.get("points", ()):
-            name = f"{row['task']} {short_number(point['length'])}"
+            name = f"{row['task']} {short_number(float(point['length']))}"
             for metric, value in (("perplexity", "perplexity"), (f"perplexity, last {row['tail']:,}", "tail_perplexity")):
                 line = found.setdefault((name, metric), Shown(name, metric, {}, f"{point['tokens']:,} tokens"))
                 line.cells[row["label"]] = f"{point[value]:.4g}"

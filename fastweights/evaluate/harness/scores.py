@@ -73,8 +73,7 @@ def _interval(values: Sequence[Any], how: Any) -> Estimate:
     if how is metrics.perplexity:
         return _mapped(mean_estimate([-value for value in values]), math.exp)
     if how in (metrics.weighted_perplexity, metrics.bits_per_byte):
-        likelihoods, weights = zip(*values, strict=True)
-        estimate = ratio_estimate([-value for value in likelihoods], weights)
+        estimate = ratio_estimate([-likelihood for likelihood, _ in values], [float(weight) for _, weight in values])
         return _mapped(estimate, math.exp if how is metrics.weighted_perplexity else lambda nats: nats / math.log(2))
     return Estimate(math.nan, None, None)
 
