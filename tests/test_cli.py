@@ -30,6 +30,8 @@ FLAGS = {
     "compare": ("--mixers", "--seeds", *OF_TRAINING),
     "demo": ("--mixers", "--seeds", *OF_TRAINING),
     "train": ("--preset", "--mixer ", "--seed ", *OF_TRAINING),
+    "inspect": ("--device", "--layers", "--stride", "--needle", "--depth-map", "--lengths", "--depths", "--out"),
+    "report": ("--export", "--out", "--title"),
 }
 
 

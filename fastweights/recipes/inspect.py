@@ -273,19 +273,24 @@ def _depth_rows(slide: Slide, origin: dict[str, Any]) -> Iterator[dict[str, Any]
 def _write_arrays(slide: Slide, view: View, origin: dict[str, Any]) -> None:
     """tokens.npz: every recorded row; rows.jsonl: a row a layer, quantity and head."""
     arrays: dict[str, Any] = {"positions": view.positions, "ids": np.array(slide.ids)[view.positions], "looks": view.looks}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for layer in view.layers:
-        for group, found in (("tokens", layer.tokens), ("states", layer.states)):
-            for name, x in found.items():
-                arrays[f"layer{layer.layer}.{name}"] = x.astype(np.float32)
-                meaning = (TOKENS | STATES)[name]
-                for head in range(x.shape[1]):
-                    values = x[:, head] if x.ndim == 2 else x[:, head, 0]
-                    low, middle, high = np.percentile(values, [10, 50, 90])
-                    numbers = {"mean": values.mean(), "p10": low, "p50": middle, "p90": high, "last": values[-1]}
-                    fixed = {"kind": "memory", "label": slide.label, "layer": layer.layer, "head": head, "of": group}
-                    rows.append(fixed | {"quantity": name, "meaning": meaning} | {n: digits(v) for n, v in numbers.items()} | origin)
+        fixed = {"kind": "memory", "label": slide.label, "source": slide.source, "layer": layer.layer, "mixer": layer.mixer}
+        for name, x in (layer.tokens | layer.states).items():
+            arrays[f"layer{layer.layer}.{name}"] = x.astype(np.float32)
+            for head, values in enumerate(x.T if x.ndim == 2 else x[..., 0].T):
+                rows.append(fixed | {"head": head, "quantity": name, "meaning": (TOKENS | STATES)[name]} | _spread(values) | origin)
+        for name, found in (layer.needle or {}).items():
+            for kind in ("needle", "haystack") if name != "tokens" else ():
+                for head, value in enumerate(found[kind][-1] if name == "projection" else found[kind]):
+                    rows.append(fixed | {"head": head, "quantity": name, "of": kind, "value": digits(value)} | origin)
     np.savez_compressed(slide.folder / "tokens.npz", provenance=np.array(json.dumps(origin)), **arrays)
     path = slide.folder / "rows.jsonl"
     path.unlink(missing_ok=True)
     append_rows(path, rows)
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    low, middle, high = np.percentile(values, [10, 50, 90])
+    numbers = {"mean": values.mean(), "p10": low, "p50": middle, "p90": high, "last": values[-1]}
+    return {name: digits(number) for name, number in numbers.items()}

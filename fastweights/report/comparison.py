@@ -111,7 +111,7 @@ def _by_context(results: Mapping[str, Any], entries: Sequence[Entry], names: Seq
         relative = curves(
             [Curve(names[0], lengths, [0.0] * len(lengths)), *lines(lambda p: p["difference"], *zip(*others, strict=True))],
             x_label="context length (tokens)",
-            y_label=f"difference to {names[0]} (bits per byte)",
+            y_label="difference (bits per byte)",
             description=f"Difference in bits per byte to {names[0]} by context length.",
             log_x=True,
             markers=True,

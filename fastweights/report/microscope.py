@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,12 @@ def layer_rows(result: Results) -> list[tuple[Layer, list[float | None]]]:
     return rows
 
 
+def real_length(rows: Sequence[Mapping[str, Any]], length: int) -> float:
+    """Mean tokens of a depth map's prompts of a nominal length: a haystack of long sentences falls short of it."""
+    found = [row["prompt_tokens"] for row in rows if row["length"] == length]
+    return sum(found) / len(found)
+
+
 def number(x: float | None) -> str:
     """Three digits; a dash for what is not there."""
     return "–" if x is None else f"{x:.3g}" if 1e-3 <= abs(x) < 1e4 or x == 0 else f"{x:.1e}"
@@ -58,8 +65,9 @@ def _table(seen: Sequence[Results]) -> Html:
     rows = []
     for one in seen:
         for layer, numbers in layer_rows(one):
-            rows.append((f"{_mixer(one, layer)} {layer['layer']}", *map(number, numbers)))
-        rows += [(f"{one['name']} {layer}: softmax, no memory", *["–"] * (len(COLUMNS) + 2)) for layer in one["without_memory"]]
+            ranks = layer["states"]["numerical_rank"][-1]
+            rows.append((f"{_mixer(one, layer)} {layer['layer']}", *map(number, (*numbers, sum(ranks) / len(ranks)))))
+        rows += [(f"{one['name']} {layer}: softmax, no memory", *["–"] * (len(COLUMNS) + 3)) for layer in one["without_memory"]]
     read = "; ".join(dict.fromkeys(f"{one['tokens']:,} tokens of {one['source']}" for one in seen))
     note = (
         f"Means over all heads and recorded tokens of {read}; ‖S‖ and rank after the last one. “Corrected” is the share of the residual"
@@ -69,7 +77,7 @@ def _table(seen: Sequence[Results]) -> Html:
     meaning = [(name, text) for name, text in seen[0]["meaning"].items()]
     return section(
         "What the memories do",
-        table(["layer", *COLUMNS.values(), "‖S‖", "effective rank"], rows, note=note),
+        table(["layer", *COLUMNS.values(), "‖S‖", "effective rank", "numerical rank"], rows, note=note),
         folded("Every quantity, and what it means", fields(meaning)),
     )
 
@@ -124,9 +132,10 @@ def _range(lines: Sequence[Curve]) -> Sequence[float]:
 
 
 def _grids(*kinds: Sequence[Html]) -> list[Html]:
-    """The figures of each kind side by side, or all of them where there is one of each."""
-    rows = [kinds] if any(len(figures) > 1 for figures in kinds) else [[[f for figures in kinds for f in figures]]]
-    return [tag("div", *figures, cls="half") for row in rows for figures in row if figures]
+    """The figures of each kind side by side; single ones in a row share a grid."""
+    alone = itertools.groupby((figures for figures in kinds if figures), key=lambda figures: len(figures) == 1)
+    rows = [row for single, run in alone for row in ([list(itertools.chain(*run))] if single else run)]
+    return [tag("div", *row, cls="half") for row in rows]
 
 
 def _over_heads(layer: Layer, x: Sequence[int], heads: Sequence[Sequence[float]]) -> Curve:
@@ -245,11 +254,11 @@ def _depths(results: Sequence[Results]) -> Html | None:
         grid = [[cells.get((d, length)) for length in lengths] for d in depths]
         plot = heat_map(
             Heat([[cell and cell["nats_per_token"] for cell in line] for line in grid], [(f"{d} %", 1) for d in depths], _ends(every)),
-            x_label="length of the prompt (tokens)",
+            x_label="length of the prompt, and its real mean (tokens)",
             y_label="depth of the needle",
             value_label="nats a token of the value",
             description=f"Needles of {one['name']} by length and depth.",
-            columns=[f"{length:,}" for length in lengths],
+            columns=[f"{length:,}\n({real_length(one['depth_map'], length):,.0f})" for length in lengths],
             texts=[[f"{100 * cell['accuracy']:.0f} %" if cell else "" for cell in line] for line in grid],
             size=(5.4, 1.4 + 0.38 * len(depths)),
         )

@@ -104,8 +104,18 @@ def curves(
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         if len(lines) > 1:
-            axes.legend(loc="best")
+            _legend(axes, [line.label for line in lines])
         return finish()
+
+
+def _legend(axes: Axes, labels: Sequence[str]) -> None:
+    """Above the axes, in a figure made higher for it: inside, it would hide a line or a band."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    width, height = figure.get_size_inches()
+    columns = max(1, min(len(labels), int((width - 0.6) / (0.55 + 0.09 * max(map(len, labels))))))
+    figure.set_size_inches(width, height + 0.21 * -(-len(labels) // columns))
+    figure.legend(loc="outside upper left", ncols=columns)
 
 
 class Heat(NamedTuple):
@@ -186,9 +196,7 @@ def bars(names: Sequence[str], values: Sequence[float], *, x_label: str, descrip
         for place, mark in zip(places, marks, strict=False):
             if mark is not None:
                 axes.plot([mark, mark], [place - 0.4, place + 0.4], color=COLOURS[1], lw=2, zorder=4)
-        for place, value in zip(places, values, strict=True):
-            axes.annotate(f"{value:.4g}", (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.set_yticks(places, names)
+        axes.set_yticks(places, [f"{name}   {value:.4g}" for name, value in zip(names, values, strict=True)])
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.margins(x=0.08)
@@ -260,6 +268,6 @@ def short_number(x: float) -> str:
         if x >= size and x % size == 0:
             return f"{x / size:g}{unit}"
     for unit, size in (("M", 10**6), ("k", 10**3)):
-        if x >= size and (10 * x / size) % 1 == 0:
+        if x >= size and (100 * x / size) % 1 == 0:
             return f"{x / size:g}{unit}"
     return f"{x:g}"

@@ -35,7 +35,8 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
     for row in rows:
         found.setdefault((str(row.get("kind", row.get("benchmark", "rows"))), tuple(sorted(row))), []).append(row)
-    return {f"{kind}{f' ({i})' if i else ''}": group for i, ((kind, _), group) in enumerate(found.items())}
+    kinds = [kind for kind, _ in found]
+    return {kind if kinds.count(kind) == 1 else f"{kind}, {', '.join(names)}": group for (kind, names), group in found.items()}
 
 
 def _group(title: str, rows: Sequence[Row]) -> list[Html]:
@@ -59,7 +60,8 @@ def _group(title: str, rows: Sequence[Row]) -> list[Html]:
 
 def _timed(title: str, timed: str, words: Sequence[str], rows: Sequence[Row]) -> Html:
     shown = rows[-BARS:]
-    labels = [" ".join(_text(row[name]) for name in words if name not in ("shape",)) or str(i) for i, row in enumerate(shown)]
+    short = [" ".join(_text(row[name]) for name in words if name != "shape") for row in shown]
+    labels = short if len(set(short)) == len(short) else [" ".join(_text(row[name]) for name in words) for row in shown]
     mark, meaning = next(((n, m) for n, m in (("floor_ms", "the floor"), ("peer_ms", "the peer")) if n in shown[0]), (None, ""))
     marks = [row[mark] for row in shown] if mark else []
     plot = bars(labels, [row[timed] for row in shown], x_label="milliseconds", description=f"Milliseconds of {title}.", marks=marks)

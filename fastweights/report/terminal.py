@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from fastweights.report.evaluation import lines, point_lines
-from fastweights.report.microscope import COLUMNS, layer_rows, number
+from fastweights.report.microscope import COLUMNS, layer_rows, number, real_length
 from fastweights.report.numbers import interval, percent
 from fastweights.report.tasks import whole
 
@@ -103,12 +103,12 @@ def _needle_table(results: Mapping[str, Any]) -> Table:
 
 
 def _depth_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _narrow("Needles: nats a token of the value, and the share that is said")
+    table = _narrow("Needles by length (real length): nats a token of the value, share said")
     lengths = sorted({row["length"] for row in rows})
     cells = {(row["depth"], row["length"]): f"{row['nats_per_token']:.2f} {100 * row['accuracy']:.0f} %" for row in rows}
     table.add_column("depth")
     for length in lengths:
-        table.add_column(f"{length:,}", justify="right")
+        table.add_column(f"{length:,} ({real_length(rows, length):,.0f})", justify="right")
     for depth in sorted({row["depth"] for row in rows}):
         table.add_row(f"{depth} %", *(cells.get((depth, length), "") for length in lengths))
     return table

@@ -124,7 +124,7 @@ def test_every_quantity_is_that_of_a_plain_loop(kind):
 
 
 @pytest.mark.parametrize("kind", kinds(WITH_MEMORY, quick=("kla+ccq", "gla+raw")))
-@pytest.mark.parametrize("chunk", [6, 64])
+@pytest.mark.parametrize("chunk", [6, pytest.param(64, marks=pytest.mark.full)])
 def test_needle_keys_against_haystack_keys(kind, chunk):
     model, ids = tiny_model(torch.float64, **EVERY_KIND[kind]), tokens(T)
     for layer in inspect_memory(model, ids, chunk=chunk, top=3, needle=NEEDLE).layers:
@@ -173,9 +173,9 @@ def test_memory_does_not_grow_with_the_text():
     """No call sees more than a chunk, whatever the text's length; what is kept is the recorded rows."""
     model, sizes = tiny_model(mixer="kla+ccq"), []
     handle = model.model.layers[0].mixer.register_forward_hook(lambda mixer, args, output: sizes.append(args[0].shape[1]))
-    view = inspect_memory(model, tokens(1000), chunk=64, stride=100, layers=[0])
+    view = inspect_memory(model, tokens(400), chunk=64, stride=40, layers=[0])
     handle.remove()
-    assert set(sizes) == {64, 1000 % 64} and view.layers[0].tokens["beta"].shape == (10, 2) and len(view.layers) == 1
+    assert set(sizes) == {64, 400 % 64} and view.layers[0].tokens["beta"].shape == (10, 2) and len(view.layers) == 1
 
 
 def test_softmax_layers_are_passed_over_and_a_model_of_them_alone_is_refused():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from fastweights.recipes import inspect as recipe
 from fastweights.recipes.inspect import prepare, run
 from fastweights.recipes.inspect_settings import InspectSettings
 from fastweights.records import read_rows
+from fastweights.report.microscope import number
 from fastweights.tasks.s_niah import NEEDLE
 from fastweights.train.tokenizer import byte_tokenizer
 from tests.models.tiny import tiny_model
@@ -49,7 +51,7 @@ def test_from_a_text_to_files(saved, text, tmp_path):
     console = Console(width=100, record=True)
     results = run(slide, console)
     told = console.export_text()
-    assert "kla+ccq: means over heads and tokens" in told and "Needle keys / haystack keys" in told and "nats a token of the value" in told
+    assert "kla+ccq: means over heads and tokens" in told and "Needle keys / haystack keys" in told and "nats a token of the value, share said" in told
 
     written = json.loads((tmp_path / "out/results.json").read_text())
     assert written == json.loads(json.dumps(results)) and written["kind"] == "microscope" and written["tokens"] == len(slide.ids)
@@ -62,6 +64,8 @@ def test_from_a_text_to_files(saved, text, tmp_path):
         mean["mean"] == pytest.approx(arrays["layer0.beta"][:, 1].mean(), rel=1e-5) and mean["command"] and mean["meaning"].startswith("β")
     )
     (layer,) = written["view"]["layers"]
+    kept = [row for row in rows if row["quantity"] == "survives_query" and row["of"] == "needle"]
+    assert [row["value"] for row in kept] == pytest.approx(layer["needle"]["survives_query"]["needle"], rel=1e-5)
     np.testing.assert_allclose(layer["tokens"]["removed"]["mean"], arrays["layer0.removed"].mean(), rtol=1e-5)
     first = arrays["layer0.removed"][: round(len(arrays["positions"]) / len(written["view"]["begins"])), 0].mean()
     np.testing.assert_allclose(layer["maps"]["removed"][0][0], first, rtol=1e-5)
@@ -108,6 +112,22 @@ def test_the_depth_map_goes_on_where_it_stopped(saved, tmp_path, monkeypatch):
     assert len(calls) == 8  # other weights are other rows
 
 
+def test_the_page_has_the_numbers_of_the_recorded_rows():
+    root = Path(__file__).parents[2]
+    rows = [row for row in read_rows(root / "benchmarks/results/microscope.jsonl") if row.get("source") == "argparse.py"]
+    names = ("key_norm", "corrected", "residual_share", "decay", "lambda", "lambda_trace", "removed", "effective_rank")
+    lines = []
+    for mixer in ("kla", "kla+ccq"):
+        for layer in (0, 1):
+            cells = []
+            for name in names:
+                found = [row for row in rows if (row["mixer"], row["layer"], row["quantity"]) == (mixer, layer, name)]
+                values = [row["last" if name == "effective_rank" else "mean"] for row in found]
+                cells.append(number(sum(values) / len(values) if values else None))
+            lines.append(f"| {mixer} {layer} | {' | '.join(cells)} |")
+    assert "\n".join(lines) in (root / "docs/microscope.md").read_text()
+
+
 def test_what_cannot_be_looked_at_is_one_line(saved, text, tmp_path, capsys):
     softmax = save(tmp_path / "softmax", mixer="softmax")
     llama = tmp_path / "llama"
@@ -141,6 +161,7 @@ def test_what_cannot_be_looked_at_is_one_line(saved, text, tmp_path, capsys):
         assert "Traceback" not in captured.err
 
 
+@pytest.mark.full
 def test_words_are_a_text_and_hybrids_tell_of_their_softmax_layers(tmp_path):
     hybrid = save(tmp_path / "hybrid", mixer=["kla", "softmax"], num_hidden_layers=2)
     console = Console(width=100, record=True)
