@@ -30,6 +30,7 @@ FLAGS = {
     "compare": ("--mixers", "--seeds", *OF_TRAINING),
     "demo": ("--mixers", "--seeds", *OF_TRAINING),
     "train": ("--preset", "--mixer ", "--seed ", *OF_TRAINING),
+    "eval": ("--out", "--tasks", "--suite", "--text", "--lengths", "--data", "--limit", "--batch-size", "--max-length", "--restart"),
     "inspect": ("--device", "--layers", "--stride", "--needle", "--depth-map", "--lengths", "--depths", "--out"),
     "report": ("--export", "--out", "--title"),
 }

@@ -19,7 +19,7 @@ from fastweights.evaluate.harness.scores import run_task
 from fastweights.evaluate.harness.tasks import LocalFile, Unavailable, go_offline_if_the_hub_is_out_of_reach, load_task
 from fastweights.evaluate.perplexity import score_lengths
 from fastweights.recipes.evaluate_settings import EvalSettings
-from fastweights.recipes.evaluate_text import HubText, tokenise
+from fastweights.recipes.evaluate_text import HubColumn, tokenise
 from fastweights.recipes.task_presets import TASK_PRESETS
 
 Row = dict[str, Any]
@@ -145,11 +145,11 @@ class Curve:
     lengths: tuple[int, ...]
     files: tuple[str, ...] = ()
     """Names in the data folder."""
-    given: str | HubText | None = None
+    given: str | HubColumn | None = None
     """Where else the text is: a source of `read_texts`."""
     group: str = "curves"
 
-    def text(self, settings: EvalSettings) -> str | HubText | None:
+    def text(self, settings: EvalSettings) -> str | HubColumn | None:
         path = find(settings.data, *self.files)
         return str(path) if path else self.given
 
@@ -164,7 +164,7 @@ class Curve:
         if text is None:
             where = f"put {self.files[0]} into {_folder(settings)}" if self.files else "give one by --text"
             raise Unavailable(f"there is no text: {where}")
-        if isinstance(text, HubText) or text.startswith("hub:"):
+        if isinstance(text, HubColumn) or text.startswith("hub:"):
             _ask_hub()
         longest = max(self.lengths)
         if settings.max_length is not None and longest > settings.max_length:

@@ -20,7 +20,7 @@ HUB = "hub:"
 """How the name of a data set of the hub begins."""
 
 
-class HubText(NamedTuple):
+class HubColumn(NamedTuple):
     """A column of texts in a data set of the hub."""
 
     name: str
@@ -29,7 +29,7 @@ class HubText(NamedTuple):
     column: str = "text"
 
     @classmethod
-    def parse(cls, source: str) -> HubText:
+    def parse(cls, source: str) -> HubColumn:
         """`hub:NAME[:CONFIG[:SPLIT[:COLUMN]]]`; an empty part has its default.
 
         Raises:
@@ -58,15 +58,15 @@ class TokenisedText:
     """Of the text, so that a result says what it was measured on."""
 
 
-def read_texts(source: str | HubText) -> Iterator[Document]:
+def read_texts(source: str | HubColumn) -> Iterator[Document]:
     """The documents of a source.
 
     Raises:
         Unavailable: it cannot be read or fetched.
     """
     try:
-        if isinstance(source, HubText) or source.startswith(HUB):
-            yield from _hub_texts(source if isinstance(source, HubText) else HubText.parse(source))
+        if isinstance(source, HubColumn) or source.startswith(HUB):
+            yield from _hub_texts(source if isinstance(source, HubColumn) else HubColumn.parse(source))
         else:
             for file in source_files([source]):
                 yield from read_documents(file)
@@ -74,7 +74,7 @@ def read_texts(source: str | HubText) -> Iterator[Document]:
         raise Unavailable(" ".join(str(error).split())[:300]) from error
 
 
-def tokenise(source: str | HubText, tokenizer: PreTrainedTokenizerBase, *, longest: int, tokens: int) -> TokenisedText:
+def tokenise(source: str | HubColumn, tokenizer: PreTrainedTokenizerBase, *, longest: int, tokens: int) -> TokenisedText:
     """Documents of a source with at least ``longest + 1`` tokens; if those hold fewer than ``tokens``, all are joined to such.
 
     Raises:
@@ -113,7 +113,7 @@ def _joined(found: Sequence[tuple[NDArray, int]], longest: int) -> Iterator[tupl
             pieces, length, size = [], 0, 0
 
 
-def _hub_texts(text: HubText) -> Iterator[Document]:
+def _hub_texts(text: HubColumn) -> Iterator[Document]:
     import datasets
 
     try:

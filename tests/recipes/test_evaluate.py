@@ -17,7 +17,7 @@ from fastweights.recipes.evaluate import evaluate, group_means, labels, load_sub
 from fastweights.recipes.evaluate_items import Curve, Language, find
 from fastweights.recipes.evaluate_settings import SUITES, EvalSettings
 from fastweights.recipes.evaluate_suites import CCQ_PAPER, LONGBENCH, groups_of, items_of
-from fastweights.recipes.evaluate_text import HubText, read_texts, tokenise
+from fastweights.recipes.evaluate_text import HubColumn, read_texts, tokenise
 from fastweights.records import read_rows
 from fastweights.report import write_report
 from fastweights.train.tokenizer import byte_tokenizer
@@ -173,9 +173,9 @@ def test_any_text_is_a_source(tmp_path, monkeypatch):
         list(read_texts("hub:owner/set"))
     with pytest.raises(Unavailable, match="no file or folder 'nothing'"):
         list(read_texts("nothing"))
-    assert HubText.parse("hub:a/b:config") == ("a/b", "config", "test", "text") and str(HubText("a/b")) == "hub:a/b::test:text"
+    assert HubColumn.parse("hub:a/b:config") == ("a/b", "config", "test", "text") and str(HubColumn("a/b")) == "hub:a/b::test:text"
     with pytest.raises(ValueError, match="is not of the form hub:NAME"):
-        HubText.parse("hub:a:b:c:d:e")
+        HubColumn.parse("hub:a:b:c:d:e")
 
 
 def test_documents_that_are_too_short_are_joined_and_it_is_said(tmp_path):
