@@ -10,7 +10,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize(
     "kinds, plots",
-    [(["results"], 4), (["task_results"], 3), (["seen"], 30), (["bench"], 1), (["results", "task_results", "seen", "bench"], 38)],
+    [(["results"], 4), (["task_results"], 3), (["seen"], 26), (["bench"], 1), (["results", "task_results", "seen", "bench"], 34)],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
 def test_a_browser_draws_it_without_complaint(request, tmp_path, kinds, plots):
@@ -30,6 +30,8 @@ def test_a_browser_draws_it_without_complaint(request, tmp_path, kinds, plots):
 
 def test_the_check_sees_what_is_broken(tmp_path):
     page = tmp_path / "bad.html"
-    page.write_text('<html><body><svg width="400" height="90"></svg><script>console.error("no")</script></body></html>')
+    broken = '<svg width="400" height="90"><image width="9" height="9" xlink:href="data:image/png;base64,AAAA"/></svg>'
+    page.write_text(f'<html><body>{broken}<script>console.error("no")</script></body></html>')
     opened = open_page(page, tmp_path)
-    assert any('"no"' in line for line in opened.complaints) and opened.plots[0]["drawn"] == 0
+    assert any('"no"' in line for line in opened.complaints)
+    assert opened.plots[0]["drawn"] == 0 and opened.plots[0]["broken"] == 1
