@@ -1,4 +1,7 @@
+import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -156,3 +159,42 @@ def test_impossible_lengths(documents):
     for lengths in ([48, 64], [0, 64]):
         with pytest.raises(ValueError, match="each must be positive and divide the longest"):
             score_lengths(llama(), documents, lengths=lengths, tokens=64)
+
+
+MILLION = """
+import json, resource, sys
+import torch
+from torch.nn import functional as F
+from fastweights.evaluate.perplexity import stream_nats
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.manual_seed(0)
+shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_heads=1, initializer_range=0.3)
+model = FastWeightsForCausalLM(FastWeightsConfig(mixer="kla+ccq", vocab_size=16, **shape)).eval()
+ids = torch.randint(16, (1, 2**20 + 1))
+streamed = torch.empty(2**20)
+with torch.inference_mode():
+    for begin, nats in stream_nats(model, ids[:, : 2**16 + 1], chunk=2048):
+        streamed[begin : begin + nats.shape[1]] = nats[0]
+    short = peak()
+    for begin, nats in stream_nats(model, ids, chunk=2048):
+        streamed[begin : begin + nats.shape[1]] = nats[0]
+    long = peak()
+    whole = F.cross_entropy(model(ids[:, :-1], use_cache=False).logits[0], ids[0, 1:], reduction="none")
+    one_pass = peak()
+error = (streamed - whole).abs().max().item()
+print(json.dumps([long - short, one_pass - long, error, whole.std().item(), streamed.double().mean().item(), whole.double().mean().item()]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_million_tokens_in_constant_memory_are_one_pass():
+    """In a process of its own, whose peak is its own: sixteen times the tokens cost next to nothing, and one pass hundreds of MB."""
+    done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True, check=True)
+    more, one_pass, error, spread, streamed, whole = json.loads(done.stdout)
+    assert one_pass > 300e6 and more < one_pass / 20
+    assert error < 1e-4 * spread and streamed == pytest.approx(whole, rel=1e-6)
