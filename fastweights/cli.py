@@ -10,6 +10,7 @@ from typing import Literal
 
 from fastweights.recipes.demo import DEMO
 from fastweights.recipes.evaluate_settings import EvalSettings
+from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.recipes.inspect_settings import InspectSettings
 from fastweights.recipes.settings import CompareSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
@@ -161,10 +162,27 @@ def evaluate(models: tuple[str, ...], /, settings: EvalSettings) -> None:
         raise CannotDo(f"{len(missing)} of {len(missing) + len(results['rows'])} could not be measured:\n{reasons}")
 
 
+def generate(model: str, /, settings: GenerateSettings = GenerateSettings()) -> None:  # noqa: B008, a frozen dataclass
+    """Write on with a saved model: --prompt TEXT, or a conversation. What it has read can be saved, and loaded again at once.
+
+    Args:
+        model: folder of a saved model with its tokenizer; models of `compare` are in OUT/models/NAME/model.
+    """
+    from rich.console import Console
+
+    from fastweights.recipes.generate import prepare, run
+
+    try:
+        run(prepare(model, settings), Console(stderr=True))
+    except (ValueError, OSError) as error:
+        raise CannotDo(error) from error
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "demo": demo,
     "train": train,
+    "generate": generate,
     "eval": evaluate,
     "inspect": inspect,
     "report": report,

@@ -32,6 +32,7 @@ FLAGS = {
     "train": ("--preset", "--mixer ", "--seed ", *OF_TRAINING),
     "eval": ("--out", "--tasks", "--suite", "--text", "--lengths", "--data", "--limit", "--batch-size", "--max-length", "--restart"),
     "inspect": ("--device", "--layers", "--stride", "--needle", "--depth-map", "--lengths", "--depths", "--out"),
+    "generate": ("--device", "--prompt", "--prompt-file", "--remember", "--load", "--save", "--speculate", "--temperature", "--stop"),
     "report": ("--export", "--out", "--title"),
 }
 

@@ -312,6 +312,7 @@ class Engine:
 
     def _recover(self, error: BaseException) -> None:
         """A step has failed half-way, and no row can be trusted: read all again from their tokens, one at a time until each has stepped."""
+        self.rows.clear()
         with self.turn:
             requests = list(self._active.values())
             self._active.clear()
@@ -379,12 +380,13 @@ class Engine:
         return Request(self, tokens, sampling, seed, after, keep)
 
     def _check(self, tokens: list[int], new: int, after: Snapshot | None) -> None:
-        if after is not None and after.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"the snapshot is of another model: found {after.model} ({after.fingerprint[:16]}…), "
-                f"expected {describe(self.model)} ({self.fingerprint[:16]}…)"
-            )
+        if after is not None:
+            self.check_snapshot(after)
         check_prompt(tokens, new, 0 if after is None else len(after), self.model.config.vocab_size, self.max_context)
+
+    def check_snapshot(self, snapshot: Snapshot) -> None:
+        """ValueError unless this engine's model has read it."""
+        snapshot.check_model(self.model, self.fingerprint)
 
     def _reading(self, tokens: list[int], after: Snapshot | None) -> Reading:
         """From what is known of ``tokens``, the snapshot's pending ones included, to the last but one."""

@@ -12,7 +12,10 @@ from fastweights.models import FastWeightsForCausalLM
 
 
 def prompt_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, *, begins: bool) -> list[int]:
-    """Token ids of text, or of token ids in a list, an array or a tensor on the CPU; else a ValueError. ``begins``: the text begins here, so the tokenizer may put in front what it puts in front of texts."""
+    """Token ids of text, or of token ids in a list, an array or a tensor on the CPU; ValueError for anything else.
+
+    ``begins``: the text begins here, so the tokenizer may put in front what it puts in front of texts.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is text, and this engine has no tokenizer; give tokens")

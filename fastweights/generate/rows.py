@@ -64,6 +64,14 @@ class Rows:
         """A copy of the row's states, as states of one row."""
         return [_take(state, row) for state in self.states]
 
+    def clear(self) -> None:
+        """All rows as they were at first."""
+        for state in self.states:
+            map_state(torch.zero_, state)
+            if isinstance(state, SoftmaxState):
+                state.key_place.fill_(EMPTY)
+        self.token.zero_()
+
     def step(self, plain: bool) -> list[int]:
         """Every row reads its token and gets the next one, or `FAILED`. ``plain``: each row takes the likeliest."""
         if graph := self.graphs.get(plain):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +52,14 @@ class Snapshot:
         """Tokens of text."""
         return self.read + len(self.pending)
 
+    def check_model(self, model: FastWeightsForCausalLM, fingerprint: str) -> None:
+        """ValueError unless ``model``, whose fingerprint is given, has read it."""
+        if self.fingerprint != fingerprint:
+            raise ValueError(
+                f"the snapshot is of another model: found {self.model} ({self.fingerprint[:16]}…), "
+                f"expected {describe(model)} ({fingerprint[:16]}…)"
+            )
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file. It is there whole or not at all: what stood there before stays until the last byte is written."""
         path = Path(path)
@@ -61,16 +68,15 @@ class Snapshot:
         about = {"format": FORMAT, "format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, "model": self.model}
         about["tokens_read"] = str(self.read)
         content = save(tensors, about | {"content": _content_hash(about, tensors)})
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with part.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
-        except BaseException:
-            os.unlink(part)
-            raise
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Snapshot:

@@ -1,0 +1,187 @@
+"""Write on with a saved model, in the terminal: one answer, a file remembered and saved, or a conversation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
+
+from fastweights.generate import Completion, Engine, Sampling, Snapshot
+from fastweights.models import FastWeightsForCausalLM
+from fastweights.recipes.generate_settings import GenerateSettings
+from fastweights.train.tokenizer import document_token_id, load_tokenizer
+
+SOFTMAX_CONTEXT = 16_384
+
+
+@dataclass(eq=False)
+class Writer:
+    """An engine and what it has read so far."""
+
+    engine: Engine
+    sampling: Sampling
+    settings: GenerateSettings
+    prompt: str | None
+    to_remember: str | None
+    memory: Snapshot | None
+
+
+def prepare(model: str, settings: GenerateSettings) -> Writer:
+    """Load and check everything, before anything is read or written.
+
+    Raises:
+        ValueError, OSError: a folder, file, snapshot or setting that cannot be used; the message says why in a line.
+    """
+    if settings.prompt is not None and settings.prompt_file is not None:
+        raise ValueError("prompt and prompt_file are two ways to give the prompt; give one")
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    sampling = Sampling(**{name: value for name, value in vars(settings).items() if name in names})
+    prompt = settings.prompt if settings.prompt_file is None else _text(settings.prompt_file)
+    to_remember = None if settings.remember is None else _text(settings.remember)
+    if settings.save is not None and not settings.save.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {str(settings.save.absolute().parent)!r} to save {settings.save.name!r} in")
+    memory = None if settings.load is None else Snapshot.load(settings.load)
+    loaded, tokenizer = load(model, settings)
+    config = loaded.config
+    full = "softmax" in config.mixers and config.window_size is None
+    engine = Engine(
+        loaded,
+        tokenizer,
+        rows=1,
+        prefill_chunk=settings.prefill_chunk,
+        max_context=SOFTMAX_CONTEXT if full and settings.max_context is None else settings.max_context,
+    )
+    if memory is not None:
+        engine.check_snapshot(memory)
+    return Writer(engine, sampling, settings, prompt, to_remember, memory)
+
+
+def load(folder: str, settings: GenerateSettings) -> tuple[FastWeightsForCausalLM, PreTrainedTokenizerBase]:
+    """A saved model and its tokenizer, ready to decode."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder!r} is not the folder of a saved model: it has no config.json")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': this machine has none that torch can use; take device='cpu'")
+    dtype = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if config.model_type != "fastweights":
+            raise ValueError(f"{folder!r} holds a model of type {config.model_type!r}; this decodes models of fastweights")
+        model = FastWeightsForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = load_tokenizer(folder)
+    except Exception as error:  # safetensors, JSON and transformers each have their own
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"the model in {folder!r} cannot be loaded: {first}") from error
+    finally:
+        if bars:
+            transformers.logging.enable_progress_bar()
+    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def run(writer: Writer, console: Console) -> None:
+    """Texts go to the standard output; everything else goes through ``console``, which should be the standard error."""
+    settings = writer.settings
+    if writer.to_remember is not None:
+        _remember(writer, writer.to_remember, console)
+    if writer.prompt is not None:
+        answer = _answer(writer, writer.prompt, console)
+        _tell(answer, console)
+    elif settings.interactive:
+        _converse(writer, console)
+    if settings.save is not None and writer.memory is not None:
+        writer.memory.save(settings.save)
+        told = f"{len(writer.memory):,} tokens remembered in {settings.save.stat().st_size:,} bytes: {settings.save}"
+        console.print(told, style="dim", highlight=False, soft_wrap=True)
+
+
+def _converse(writer: Writer, console: Console) -> None:
+    console.print(
+        "Write a line; what was said before is remembered. Ctrl-C ends an answer, Ctrl-D the conversation.", style="dim", soft_wrap=True
+    )
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print()
+            continue
+        try:
+            _tell(_answer(writer, line + "\n", console), console)
+        except ValueError as error:  # a line too many for max_context ends nothing
+            console.print(str(error), style="red", highlight=False)
+
+
+def _answer(writer: Writer, prompt: str, console: Console) -> tuple[Completion, float]:
+    """Read the prompt, write the answer as it comes, and remember both."""
+    begin = time.perf_counter()
+    request = writer.engine.submit(_tokens(writer, prompt), writer.sampling, after=writer.memory, keep=True)
+    with _interrupts_cancel(request):
+        for piece in request:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    completion = request.result()
+    writer.memory = completion.snapshot
+    return completion, time.perf_counter() - begin
+
+
+def _tell(answer: tuple[Completion, float], console: Console) -> None:
+    completion, seconds = answer
+    read = completion.prompt_tokens - completion.reused_tokens
+    told = f"{len(completion.tokens)} tokens after {completion.prompt_tokens:,} (of which {read:,} were read now) in {seconds:.1f} s"
+    told += f", ended by {completion.finish_reason}"
+    if completion.drafted:
+        told += f"; {completion.accepted} of {completion.drafted} guessed tokens were right"
+    console.print(told, style="dim", highlight=False, soft_wrap=True)
+
+
+def _remember(writer: Writer, text: str, console: Console) -> None:
+    begin = time.perf_counter()
+    tokens = _tokens(writer, text)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Reading", total=len(tokens))
+        writer.memory = writer.engine.remember(
+            tokens, after=writer.memory, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    seconds = time.perf_counter() - begin
+    console.print(f"{len(tokens):,} tokens read in {seconds:.1f} s, {len(tokens) / seconds:,.0f} a second", style="dim", highlight=False)
+
+
+def _tokens(writer: Writer, text: str) -> list[int]:
+    """As documents are laid out in training: the document token, then the text as it is."""
+    assert writer.engine.tokenizer is not None
+    tokens = writer.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokens if writer.memory is not None else [document_token_id(writer.engine.tokenizer), *tokens]
+
+
+@contextlib.contextmanager
+def _interrupts_cancel(request) -> Iterator[None]:
+    """Ctrl-C ends the answer between two steps, so that the memory after it is whole."""
+    before = signal.signal(signal.SIGINT, lambda *_: request.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from error

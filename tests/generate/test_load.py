@@ -1,0 +1,214 @@
+"""Under load: many at once, some cancelled, some impossible, some that make the model fail. Every answer is right or a clear error."""
+
+import gc
+import threading
+import tracemalloc
+
+import pytest
+import torch
+
+from fastweights.generate import Engine, QueueFull, Sampling
+from fastweights.train.tokenizer import byte_tokenizer
+from tests.generate.common import assert_greedy, engine, generated, greedy, model, prompt
+from tests.layers.mixers import tensors_of
+from tests.models.tiny import tiny_model
+
+
+def unique(n) -> list[int]:
+    """A prompt that tells whose it is: no other has its first two tokens, and the answer depends on them."""
+    return [n % 61, n // 61, *prompt(1 + n % 7)]
+
+
+@pytest.mark.full
+def test_sixty_four_at_once_a_quarter_cancelled_and_impossible_ones_between():
+    decoder = engine(rows=8, queue=64)
+    answers, refused, lock = {}, [], threading.Lock()
+
+    def ask(n):
+        request = decoder.submit(unique(n), greedy(12))
+        if n % 4 == 3:  # leave in the middle
+            decoder.work_until(lambda: len(request.tokens) >= 4 or request.done)
+            request.cancel()
+        answer = request.result()
+        with lock:
+            answers[n] = answer
+
+    def ask_for_the_impossible(n):
+        for bad in ([], [1] * 200, [61]):
+            try:
+                decoder.submit(bad, greedy(12))
+            except ValueError as error:
+                refused.append(str(error))
+        try:
+            decoder.submit([1], Sampling(temperature=-1.0))
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(64)]
+    threads += [threading.Thread(target=ask_for_the_impossible, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=200)
+    assert len(answers) == 64 and len(refused) == 32 and not decoder.busy
+    for told in ("empty", "max_context=120", "tokens from 61 to 61", "temperature=-1.0"):
+        assert sum(told in text for text in refused) == 8
+    for n, answer in answers.items():
+        if n % 4 == 3:
+            assert answer.finish_reason == "cancelled" and 4 <= len(answer.tokens) < 12
+            assert list(answer.tokens) == generated(model(), unique(n), 12)[: len(answer.tokens)]
+        else:
+            assert_greedy(model(), unique(n), answer, 12)
+    assert len({answer.tokens for answer in answers.values()}) > 50, "answers that are alike could be mixed up unseen"
+
+
+def test_a_burst_on_a_full_queue():
+    """What does not fit is told so at once, and what fits is answered."""
+    decoder = engine(rows=2, queue=4)
+    taken, full = [], 0
+    for n in range(12):
+        try:
+            taken.append((n, decoder.submit(unique(n), greedy(4))))
+        except QueueFull:
+            full += 1
+    assert len(taken) == 4 and full == 8
+    for n, request in taken:
+        assert_greedy(model(), unique(n), request.result(), 4)
+
+
+def test_cancelled_before_it_began():
+    decoder = engine(rows=1)
+    first, second = decoder.submit(prompt(3), greedy(5)), decoder.submit(prompt(4), greedy(5))
+    second.cancel()
+    answer = second.result()
+    assert answer.finish_reason == "cancelled" and answer.tokens == () and answer.text == ""
+    long = decoder.submit(prompt(60), greedy(5))
+    decoder.step()
+    long.cancel()  # while its prompt is being read
+    assert long.result().finish_reason == "cancelled"
+    assert first.result().finish_reason == "length" and not decoder.busy
+
+
+def poisoned(monkeypatch, decoder, fails):
+    """Make the model fail wherever ``fails(input_ids)``."""
+    embed = decoder.model.model.embed_tokens
+
+    def forward(ids):
+        if fails(ids):
+            raise RuntimeError("out of memory")
+        return type(embed).forward(embed, ids)
+
+    monkeypatch.setattr(embed, "forward", forward)
+
+
+def test_a_failure_while_reading_is_its_own(monkeypatch):
+    decoder = engine(rows=2)
+    poisoned(monkeypatch, decoder, lambda ids: (ids == 60).any())
+    prompts = [prompt(3), [1, 60, 2, 3], prompt(4)]
+    good, bad, other = decoder.generate(prompts, greedy(3))
+    monkeypatch.undo()
+    assert bad.finish_reason == "error" and "out of memory" in str(bad.error) and bad.tokens == ()
+    assert_greedy(model(), prompts[0], good, 3)
+    assert_greedy(model(), prompts[2], other, 3)
+    request = decoder.submit([1, 60, 2, 3], greedy(2))
+    poisoned(monkeypatch, decoder, lambda ids: True)
+    with pytest.raises(RuntimeError, match="the model failed on this request: out of memory"):
+        list(request)
+
+
+def test_a_failure_while_decoding_is_found_out_by_trying_each_alone(monkeypatch):
+    """One request makes the step of all rows fail. The others are read again and get the answers they would have got."""
+    decoder, prompts = engine(rows=3), [unique(n) for n in range(6)]
+    expected = [generated(model(), p, 8) for p in prompts]
+    others = {token for n in (0, 2, 3, 4, 5) for token in [*prompts[n], *expected[n]]}
+    bad = next(token for token in expected[1][2:6] if token not in others)
+    poisoned(monkeypatch, decoder, lambda ids: (ids == bad).any())
+    answers = decoder.generate(prompts, greedy(8))
+    monkeypatch.undo()
+    for n, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if n == 1:
+            assert answer.finish_reason == "error" and list(answer.tokens) == expected[1][: expected[1].index(bad) + 1]
+        else:
+            assert_greedy(model(), p, answer, 8)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_loses_nothing(monkeypatch):
+    decoder, calls = engine(rows=2), []
+
+    def interrupted(ids):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return False
+
+    requests = [(n, decoder.submit(unique(n), Sampling(max_new_tokens=8, temperature=1.0, seed=n))) for n in range(3)]
+    poisoned(monkeypatch, decoder, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while decoder.step():
+            pass
+    answers = [request.result() for _, request in requests]
+    monkeypatch.undo()
+    assert [answer.error for answer in answers] == [None] * 3
+    for n, answer in enumerate(answers):
+        assert answer.tokens == engine().submit(unique(n), Sampling(max_new_tokens=8, temperature=1.0, seed=n)).result().tokens
+
+
+def test_logits_that_are_not_finite_are_one_requests_error():
+    broken = tiny_model(mixer="kla+ccq", tie_word_embeddings=False)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[7] = torch.nan
+    decoder = engine(rows=3)
+    decoder.model = decoder.rows.model = broken
+    for speculate in (0, 2):
+        good, bad, other = decoder.generate([prompt(3, seed=5), [1, 2, 7], [4, 5]], greedy(2, speculate=speculate))
+        assert bad.finish_reason == "error" and "not finite" in str(bad.error)
+        assert good.finish_reason == other.finish_reason == "length"
+    clean = decoder.generate([prompt(3, seed=5), [4, 5], [4, 5]], greedy(2))
+    assert all(answer.error is None for answer in clean), "the row that failed is as good as new"
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())  # isinstance would ask objects that warn
+
+
+@pytest.mark.full
+def test_memory_is_flat_over_two_thousand_requests():
+    small = tiny_model(
+        mixer="kla+ccq", num_hidden_layers=1, intermediate_size=0, vocab_size=258
+    )  # tracing memory makes it four times slower
+    decoder = Engine(small, byte_tokenizer(), rows=8, queue=32, prefixes=4, prefill_chunk=64)
+
+    def serve(begin, end):
+        for first in range(begin, end, 20):
+            requests = []
+            for n in range(first, first + 20):
+                sampling = Sampling(max_new_tokens=1 + n % 3, temperature=float(n % 2), stop=("x",))
+                requests.append(decoder.submit(f"{n % 50} question", sampling, keep=n % 5 == 0))
+            for n, request in enumerate(requests):
+                if n % 4 == 3:
+                    request.cancel()
+                request.result()
+
+    serve(0, 200)
+    tensors = live_tensors()
+    tracemalloc.start()
+    try:
+        serve(200, 300)
+        gc.collect()
+        early = tracemalloc.get_traced_memory()[0]
+        serve(300, 2000)
+        gc.collect()
+        late = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert live_tensors() <= tensors + 5
+    assert late - early < 100_000, f"{late - early} bytes more after 1,700 requests: {(late - early) / 1700:.0f} a request"
+
+
+def test_rows_share_no_memory_with_what_is_kept():
+    decoder = engine(rows=2)
+    snapshot = decoder.submit(prompt(3), greedy(3), keep=True).result().snapshot
+    kept = {x.untyped_storage().data_ptr() for state in snapshot.states for x in tensors_of(state)}
+    rows = {x.untyped_storage().data_ptr() for state in decoder.rows.states for x in tensors_of(state)}
+    assert not kept & rows
