@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.recipes.compare import count_parameters
 from fastweights.recipes.job import Text, measure, sample
@@ -24,9 +25,10 @@ from fastweights.recipes.pool import Report, cores, run_jobs
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.train_card import model_card
 from fastweights.recipes.train_settings import TrainingRun, determining, flat
+from fastweights.recipes.train_text import Mixture, Validation, find_text
 from fastweights.records import append_rows, provenance, read_rows
 from fastweights.report.numbers import interval
-from fastweights.train.corpus import load_corpus
+from fastweights.train.corpus import Corpus
 from fastweights.train.packing import PackedBatches
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
@@ -42,8 +44,8 @@ class TrainingJob:
     config: dict[str, Any]
     """Arguments of `FastWeightsConfig`."""
     parameters: int
-    training: Text
-    validation: Text
+    training: Text | Mixture
+    validation: Validation
     device: str
 
     @property
@@ -84,13 +86,10 @@ def plan_training(settings: TrainingRun) -> TrainingJob:
     tokenizer = load_tokenizer(settings.tokenizer)
     config = _config(settings, tokenizer)
     parameters = count_parameters(config)
-    corpus = load_corpus(settings.data, tokenizer)
-    if settings.validation:
-        training, validation = Text(corpus.folder, None), Text(load_corpus(settings.validation, tokenizer).folder, None)
-    else:
-        training, validation = Text(corpus.folder, "train"), Text(corpus.folder, "validation")
-    PackedBatches(training.open(), sequence_length=settings.train.sequence_length, windows=1, count=1)  # raises for too little text
-    validation.open()
+    training, validation = find_text(settings.data, settings.validation, tokenizer, name=settings.tokenizer, seed=settings.seed)
+    if isinstance(training, Text):
+        PackedBatches(training.open(), sequence_length=settings.train.sequence_length, windows=1, count=1)  # raises for too little text
+    _check_validation(settings, validation.open())
     job = TrainingJob(settings, config, parameters, training, validation, device)
     if not settings.restart:
         _refuse_other_settings(job)
@@ -127,6 +126,14 @@ def run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
     return row
 
 
+def _check_validation(settings: TrainingRun, corpus: Corpus) -> None:
+    longest = settings.evaluate.lengths(settings.train.sequence_length)[-1]
+    try:
+        choose_stretches(corpus.lengths.tolist(), longest, longest)
+    except ValueError as error:
+        raise ValueError(f"the validation text is too short for longest={settings.evaluate.longest} windows: {error}") from None
+
+
 def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     variant = Variant.parse(settings.mixer)
     special = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
@@ -136,7 +143,15 @@ def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 def _identity(job: TrainingJob) -> dict[str, Any]:
     """What must be the same for a run to go on: the settings, and the text behind their names."""
-    return determining(flat(job.settings)) | {"text": job.training.open().key}
+    return determining(flat(job.settings)) | {"text": _text(job)["key"]}
+
+
+def _text(job: TrainingJob) -> dict[str, Any]:
+    """What is trained on; its size only where it is known."""
+    if isinstance(job.training, Mixture):
+        return {"key": job.training.key}
+    corpus = job.training.open()
+    return {"key": corpus.key, "train_tokens": corpus.total, "train_documents": len(corpus)}
 
 
 def _refuse_other_settings(job: TrainingJob) -> None:
@@ -222,13 +237,12 @@ def _result(job: TrainingJob, report: Report) -> dict[str, Any]:
     measured = measure(model, job.validation.open(), settings.evaluate, settings.train.sequence_length, report)
     report("sampling", 0, 1, "")
     curve = read_rows(job.folder / METRICS)
-    training = job.training.open()
     return {
         "kind": "training",
         "preset": settings.preset,
         "settings": flat(settings),
         "parameters": job.parameters,
-        "text": {"train_tokens": training.total, "train_documents": len(training), "key": training.key},
+        "text": _text(job),
         "tokens": settings.train.steps * settings.train.batch_tokens,
         "seconds": curve[-1]["seconds"],
         "training": [[row["tokens"], row["loss"] / math.log(2)] for row in curve],
@@ -251,11 +265,11 @@ def _finished(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def _describe(job: TrainingJob, console: Console) -> None:
-    settings, text = job.settings.train, job.training.open()
+    settings, text = job.settings.train, _text(job)
     tokens = settings.steps * settings.batch_tokens
+    epochs = f" ({tokens / text['train_tokens']:.2g} epochs of {text['train_tokens']:,} tokens)" if "train_tokens" in text else ""
     console.print(
-        f"{job.settings.preset}: {job.parameters:,} parameters, {tokens:,} tokens in {settings.steps:,} steps"
-        f" ({tokens / text.total:.2g} epochs of {text.total:,} tokens), in {job.folder}.",
+        f"{job.settings.preset}: {job.parameters:,} parameters, {tokens:,} tokens in {settings.steps:,} steps{epochs}, in {job.folder}.",
         highlight=False,
     )
     checkpoint = last_checkpoint(job.folder)

@@ -35,13 +35,14 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 
 def _text(row: dict[str, Any]) -> str:
     settings, text = row["settings"], row["text"]
-    held_out = (
-        f"validated on `{' '.join(settings['validation'])}`" if settings["validation"] else "split 80/10/10 by a hash of each document"
-    )
+    held_out = f"validated on `{' '.join(settings['validation'])}`" if settings["validation"] else "validated on documents held out of it"
+    size = ""
+    if "train_tokens" in text:
+        epochs = row["tokens"] / text["train_tokens"]
+        size = f", {epochs:.2g} epochs of the {text['train_tokens']:,} in {text['train_documents']:,} documents to train on"
     return (
         f"## Text\n\n`{' '.join(settings['data'])}`, {held_out}; tokenizer `{settings['tokenizer']}`. "
-        f"{text['train_tokens']:,} tokens in {text['train_documents']:,} documents to train on (content key `{text['key']}`); "
-        f"the model read {row['tokens']:,} tokens, {row['tokens'] / text['train_tokens']:.2g} epochs.\n"
+        f"The model read {row['tokens']:,} tokens{size} (content key `{text['key']}`).\n"
     )
 
 

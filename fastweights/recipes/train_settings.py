@@ -28,9 +28,11 @@ class TrainingRun:
     """`write[+read]` or `softmax`. `kla+ccq:ccq_strength=learned` sets an option, `kla+ccq,softmax` alternates layers."""
     model: ModelSize = field(default_factory=lambda: SIZES["5m"])
     data: tuple[str, ...] = ("stdlib",)
-    """Files, folders, parquet or jsonl (`text`), or `stdlib`: Python's own source. Split 80/10/10 by a hash of each document."""
+    """Files, folders, parquet or jsonl (`text`), or `stdlib`: Python's own source. Streamed from the hub: `fineweb-edu`, `slimpajama`,
+    `hub:OWNER/NAME[:CONFIG]`. A mixture: `english:0.8 stdlib:0.2`, shares of the windows."""
     validation: tuple[str, ...] = ()
-    """Text to validate on; then `data` is trained on whole."""
+    """Files to validate on; then `data` is trained on whole. Else a tenth of all files by a hash of each document, and of a data set on
+    the hub its validation split or its first 1,000 documents."""
     tokenizer: str = "bytes"
     """`bytes`, or a folder or name of a Hugging Face tokenizer."""
     train: TrainSettings = field(default_factory=TrainSettings)

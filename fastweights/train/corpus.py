@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from fastweights.train.documents import SPLITS, SourceFile, read_documents, source_files, split_of
+from fastweights.train.documents import SPLITS, Document, SourceFile, read_documents, source_files, split_of
 from fastweights.train.tokenizer import byte_tokenizer, document_token_id
 
 FORMAT = 1
@@ -101,8 +101,32 @@ def load_corpus(
     key = _key(files, tokenizer)
     entry = (cache or cache_folder()) / "corpora" / key
     if not entry.exists():
-        _build(entry, files, tokenizer, progress)
+        _build(entry, _documents(files, progress), tokenizer, of=", ".join(str(file.path) for file in files))
     return open_corpus(entry)
+
+
+def keep_documents(name: str, documents: Callable[[], Iterable[Document]], tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """A cached corpus of documents that are asked for once: `name` and the tokenizer are the key, so it must say what they are."""
+    digest = hashlib.sha256(f"{FORMAT}\n{name}\n".encode() + _fingerprint(tokenizer))
+    entry = cache_folder() / "corpora" / digest.hexdigest()[:24]
+    if not entry.exists():
+        _build(entry, documents(), tokenizer, of=name)
+    return open_corpus(entry)
+
+
+def join(corpora: Sequence[Corpus]) -> Corpus:
+    """Several as one, in memory."""
+    if len(corpora) == 1:
+        return corpora[0]
+    parts = {part: np.concatenate([getattr(corpus, part) for corpus in corpora]) for part in ("lengths", "bytes", "splits")}
+    return Corpus(
+        folder=corpora[0].folder,
+        tokens=np.concatenate([corpus[i] for corpus in corpora for i in range(len(corpus))]),
+        starts=np.cumsum(parts["lengths"]) - parts["lengths"],
+        names=[name for corpus in corpora for name in corpus.names],
+        key="+".join(corpus.key for corpus in corpora),
+        **parts,
+    )
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -130,7 +154,13 @@ def _key(files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerBase) -> str
     return digest.hexdigest()[:24]
 
 
-def _build(entry: Path, files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerBase, progress: Callable[[int, int], None]) -> None:
+def _documents(files: Sequence[SourceFile], progress: Callable[[int, int], None]) -> Iterator[Document]:
+    for done, file in enumerate(files):
+        progress(done, len(files))
+        yield from read_documents(file)
+
+
+def _build(entry: Path, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, of: str) -> None:
     """Write a cache entry beside its place and move it there whole, so that a kill leaves none and two builders do not collide."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
@@ -140,19 +170,17 @@ def _build(entry: Path, files: Sequence[SourceFile], tokenizer: PreTrainedTokeni
     lengths, sizes, splits, names = [], [], [], []
     try:
         with (folder / "tokens.bin").open("wb") as out:
-            for done, file in enumerate(files):
-                progress(done, len(files))
-                documents = read_documents(file)
-                while batch := list(itertools.islice(documents, 256)):
-                    for (name, text), tokens in zip(batch, encode([text for _, text in batch]), strict=True):
-                        out.write(begin)
-                        out.write(np.asarray(tokens, dtype).tobytes())
-                        lengths.append(1 + len(tokens))
-                        sizes.append(len(text))
-                        splits.append(SPLITS.index(split_of(text)))
-                        names.append(name)
+            rest = iter(documents)
+            while batch := list(itertools.islice(rest, 256)):
+                for (name, text), tokens in zip(batch, encode([text for _, text in batch]), strict=True):
+                    out.write(begin)
+                    out.write(np.asarray(tokens, dtype).tobytes())
+                    lengths.append(1 + len(tokens))
+                    sizes.append(len(text))
+                    splits.append(SPLITS.index(split_of(text)))
+                    names.append(name)
         if not names:
-            raise ValueError(f"no document in {', '.join(str(file.path) for file in files)}")
+            raise ValueError(f"no document in {of}")
         np.savez(
             folder / "index.npz",
             dtype=np.array(dtype.name),

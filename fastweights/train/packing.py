@@ -7,6 +7,7 @@ at each document *and* at each window, so the windows of a batch do not see each
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -32,6 +33,17 @@ class PackedRow(TypedDict):
     """``[1, T]``: each token's place since the last reset."""
     cu_seqlens: Tensor
     """``[segments + 1]`` int32: where the segments begin, and T."""
+
+
+def packed_row(pieces: Sequence[NDArray]) -> PackedRow:
+    """One row of pieces of documents, none empty, each a segment of its own."""
+    input_ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
+    cu_seqlens = torch.tensor([0, *np.cumsum([len(piece) for piece in pieces])], dtype=torch.int32)
+    first = cu_seqlens[:-1].long()
+    labels = input_ids.clone()
+    labels[first] = IGNORE
+    position_ids = torch.arange(len(input_ids)) - first.repeat_interleave(cu_seqlens.diff())
+    return PackedRow(input_ids=input_ids[None], labels=labels[None], position_ids=position_ids[None], cu_seqlens=cu_seqlens)
 
 
 class PackedBatches(Dataset):
@@ -63,18 +75,13 @@ class PackedBatches(Dataset):
     def __getitem__(self, batch: int) -> PackedRow:
         if not 0 <= batch < self.count:
             raise IndexError(batch)
-        rows, starts = [], [0]
-        for epoch, window in self._window_numbers(batch):
-            for document, begin, end in self._pieces(epoch, window):
-                rows.append(self.corpus[document][begin:end])
-                starts.append(starts[-1] + end - begin)
-        input_ids = torch.from_numpy(np.concatenate(rows).astype(np.int64))
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32)
-        first = cu_seqlens[:-1].long()
-        labels = input_ids.clone()
-        labels[first] = IGNORE
-        position_ids = torch.arange(len(input_ids)) - first.repeat_interleave(cu_seqlens.diff())
-        return PackedRow(input_ids=input_ids[None], labels=labels[None], position_ids=position_ids[None], cu_seqlens=cu_seqlens)
+        return packed_row(
+            [
+                self.corpus[document][begin:end]
+                for epoch, window in self._window_numbers(batch)
+                for document, begin, end in self._pieces(epoch, window)
+            ]
+        )
 
     def describe(self, batch: int) -> str:
         """Which text a batch is made of, for messages: epoch, window and documents, of every window."""

@@ -74,6 +74,8 @@ class TrainSettings:
     """Largest norm of the whole gradient; 0 for no clipping."""
     accumulation: int = 1
     """Pieces that an optimizer step is computed in, to save memory; the gradient is that of the whole batch."""
+    workers: int = 0
+    """Processes a device that read and tokenise ahead, of text that is streamed or mixed; 0 reads between the steps."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the matrix products; weights, gates and norms stay in float32."""
     activation_checkpointing: bool = False
@@ -101,6 +103,8 @@ class TrainSettings:
         for name in ("final_learning_rate", "warmup"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
+        if self.workers < 0:
+            raise ValueError(f"workers={self.workers} is negative")
         if self.spike != 0 and not self.spike > 1:
             raise ValueError(f"spike={self.spike} is neither 0 nor above 1: every other step would be a spike")
         if self.sequence_length < 2:

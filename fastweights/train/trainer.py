@@ -1,6 +1,7 @@
 """Training through transformers' Trainer on accelerate; ours are the packed batches, the guards and the report of progress.
 
-The data need no state of their own: a batch is a function of its number (`packing`), and the Trainer's checkpoint holds the step.
+A cached corpus needs no state of its own: a batch is a function of its number (`packing`), and the Trainer's checkpoint holds the step.
+What is streamed or mixed is resumed from the places of its readers (`stream`), which a checkpoint holds in a file for each rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +31,10 @@ from fastweights.train.flops import peak_flops, training_flops
 from fastweights.train.observe import first_window, observe
 from fastweights.train.packing import PackedBatches
 from fastweights.train.presets import TrainSettings
+from fastweights.train.stream import Stream, StreamRows
 
 CHECKPOINT = "checkpoint-"
+PLACES = "places-of-rank-{}.json"
 CURVE = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 """What a checkpoint remembers of each point of the curve."""
 WHOLE_LOGITS = 2**26
@@ -53,7 +57,7 @@ class Training(NamedTuple):
 
 def train(
     model: PreTrainedModel,
-    corpus: Corpus,
+    text: Corpus | Stream,
     settings: TrainSettings,
     *,
     folder: Path,
@@ -80,13 +84,16 @@ def train(
         FloatingPointError: a loss or gradient is not finite, or a loss is a spike by `settings.spike`; the message names step, batch and
             tensor. Checkpoints stay.
     """
-    trainer = PackedTrainer(model, corpus, settings, folder=folder, seed=seed, device=device, log_to=log_to, quiet=on_step is not None)
+    trainer = PackedTrainer(model, text, settings, folder=folder, seed=seed, device=device, log_to=log_to, quiet=on_step is not None)
     trainer.add_callback(_Hooks(trainer, on_step, on_log, should_stop))
     if settings.activation_checkpointing:  # the method was renamed in transformers 5.2x
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     use_cache, model.config.use_cache = model.config.use_cache, False
     try:
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+        checkpoint = last_checkpoint(folder)
+        if checkpoint is not None:
+            trainer.find_place(Path(checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         model.config.use_cache = use_cache
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -105,12 +112,12 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 class PackedTrainer(transformers.Trainer):
-    """transformers' Trainer fed with `PackedBatches`, which stops at the first number that is not finite."""
+    """transformers' Trainer fed with packed rows, which stops at the first number that is not finite."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        corpus: Corpus,
+        text: Corpus | Stream,
         settings: TrainSettings,
         *,
         folder: Path,
@@ -143,19 +150,19 @@ class PackedTrainer(transformers.Trainer):
             disable_tqdm=quiet,
             report_to=list(log_to),
             remove_unused_columns=False,
+            ignore_data_skip=isinstance(text, Stream),
             dataloader_pin_memory=device != "cpu",
         )
         self.settings = settings
         windows = settings.batch_tokens // (settings.sequence_length * settings.accumulation * arguments.world_size)
-        self.batches = PackedBatches(
-            corpus,
-            sequence_length=settings.sequence_length,
-            windows=windows,
-            count=settings.steps * settings.accumulation,
-            seed=seed,
-            rank=arguments.process_index,
-            ranks=arguments.world_size,
-        )
+        self.place_of = {"rank": arguments.process_index, "ranks": arguments.world_size}
+        cut = {"sequence_length": settings.sequence_length, "windows": windows, "seed": seed, **self.place_of}
+        self.batches: PackedBatches | StreamRows
+        if isinstance(text, Corpus):
+            self.batches = PackedBatches(text, count=settings.steps * settings.accumulation, **cut)
+        else:
+            self.batches = StreamRows(text, workers=settings.workers, **cut)
+        self._used: deque[str] = deque(maxlen=settings.accumulation)
         self.inputs = input_names(model)
         self.flops_per_token = training_flops(model, settings.sequence_length)
         whole = windows * settings.sequence_length * model.config.vocab_size <= WHOLE_LOGITS
@@ -170,8 +177,44 @@ class PackedTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """One packed row a micro-batch. Not handed to accelerate: the batches know their rank."""
-        names = self.inputs
-        return DataLoader(self.batches, batch_size=1, collate_fn=lambda rows: {name: rows[0][name] for name in names})
+        streamed = isinstance(self.batches, StreamRows)
+        names = [*self.inputs, "reader", "place"] if streamed else self.inputs
+        return DataLoader(
+            self.batches, batch_size=1, collate_fn=partial(_only_row, names), num_workers=self.settings.workers if streamed else 0
+        )
+
+    def find_place(self, checkpoint: Path) -> None:
+        """Let streamed text go on from where a checkpoint left it.
+
+        Raises:
+            ValueError: the checkpoint is of another number of ranks.
+        """
+        if not isinstance(self.batches, StreamRows):
+            return
+        file = checkpoint / PLACES.format(self.place_of["rank"])
+        place = json.loads(file.read_text()) if file.exists() else {}
+        if place.get("ranks") != self.place_of["ranks"]:
+            raise ValueError(
+                f"{checkpoint} was written by {place.get('ranks', 'fewer')} ranks and there are {self.place_of['ranks']}; streamed text is "
+                "shared out by ranks, so it goes on with as many"
+            )
+        self.batches.fed, self.batches.places = place["fed"], place["places"]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """What the Trainer saves on every rank, before the file that makes a checkpoint whole."""
+        super()._save_rng_state(output_dir)
+        if isinstance(self.batches, StreamRows):
+            place = {"ranks": self.place_of["ranks"], "fed": self.batches.fed, "places": self.batches.places}
+            Path(output_dir, PLACES.format(self.place_of["rank"])).write_text(json.dumps(place))
+
+    def _take_place(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Note what is used, and leave the tensors."""
+        if isinstance(self.batches, StreamRows):
+            reader, place = inputs.pop("reader"), inputs.pop("place")
+            self._used.append(f"reader {reader}, after {self.batches.places.get(reader, 'the beginning')}")
+            self.batches.fed += 1
+            self.batches.places[reader] = place
+        return inputs
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay is for matrices: never for gates, norms and biases."""
@@ -179,6 +222,7 @@ class PackedTrainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of a micro-batch; what is not finite stops here, before clipping spreads it and a weight takes it."""
+        inputs = self._take_place(inputs)
         if "cu_seqlens" in inputs and (self.state.global_step + 1) % self.settings.log_every == 0:
             self._window = first_window(inputs, self.settings.sequence_length)
         loss = super().training_step(model, inputs | self.loss_only, num_items_in_batch)
@@ -203,7 +247,10 @@ class PackedTrainer(transformers.Trainer):
 
     def _stopped_at(self, why: str) -> str:
         step, pieces = self.state.global_step, self.args.gradient_accumulation_steps
-        text = "\n".join(self.batches.describe(batch) for batch in range(step * pieces, (step + 1) * pieces))
+        if isinstance(self.batches, StreamRows):
+            text = "\n".join(self._used)
+        else:
+            text = "\n".join(self.batches.describe(batch) for batch in range(step * pieces, (step + 1) * pieces))
         return f"step {step + 1}: {why}. Checkpoints in {self.args.output_dir} stay. The text of the step:\n{text}"
 
     def log(self, logs: Logs, start_time: float | None = None) -> None:
@@ -242,6 +289,11 @@ def input_names(model: PreTrainedModel) -> list[str]:
     """Which parts of a `PackedRow` a model is given: borders as `cu_seqlens` where its forward names them, else as `position_ids`."""
     borders = "cu_seqlens" if "cu_seqlens" in inspect.signature(model.forward).parameters else "position_ids"
     return ["input_ids", "labels", borders]
+
+
+def _only_row(names: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The batch of one row that there is; a function of the module, so that it travels to a worker."""
+    return {name: rows[0][name] for name in names}
 
 
 def _loses_without_logits(model: PreTrainedModel) -> bool:

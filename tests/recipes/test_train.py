@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -14,8 +15,11 @@ from fastweights.recipes import train as recipe
 from fastweights.recipes.settings import EvaluateSettings
 from fastweights.recipes.train import plan_training, run_training
 from fastweights.recipes.train_settings import TrainingRun, determining, flat
+from fastweights.recipes.train_text import Mixture, Share, find_text
 from fastweights.records import append_rows, read_rows
+from fastweights.train import hub
 from fastweights.train.presets import ModelSize, TrainSettings
+from fastweights.train.tokenizer import byte_tokenizer
 
 TRAIN = TrainSettings(steps=6, batch_tokens=64, sequence_length=16, save_every=4, log_every=1)
 TIMED = {"seconds", "tokens_per_second", "memory"}
@@ -82,8 +86,15 @@ def test_a_run_leaves_a_folder_that_says_all(small, tmp_path):
     assert card.count("\n| ") == 1 + len(row["lengths"])  # a head, and a line a length
 
 
-def test_interrupted_and_resumed_leaves_no_trace(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text_of", ["files", pytest.param("mixture", marks=pytest.mark.full)])
+def test_interrupted_and_resumed_leaves_no_trace(small, tmp_path, monkeypatch, text, text_of):
     """By the same command, twice, between checkpoints too; and rows that a kill left behind its last checkpoint are not there twice."""
+    if text_of == "mixture":
+        (tmp_path / "dataset").mkdir()
+        lines = [json.dumps({"text": f"page {i} of a book that nobody has read so far"}) + "\n" for i in range(60)]
+        (tmp_path / "dataset/train.jsonl").write_text("".join(lines))
+        monkeypatch.setattr(hub, "HELD_OUT", 20)
+        small = functools.partial(small, data=(f"hub:{tmp_path / 'dataset'}:0.7", f"{text}:0.3"))
     straight, _ = run(small("straight"))
     for stop in (2, 5):
 
@@ -151,3 +162,30 @@ def test_what_may_change_is_no_part_of_a_run():
     assert {"mixer", "model.hidden_size", "train.steps", "train.log_every", "data", "seed", "preset"} <= set(names)
     assert not {"out", "device", "train.spike", "evaluate.longest", "wandb"} & set(names)
     assert json.loads(json.dumps(flat(TrainingRun()))) == flat(TrainingRun())
+
+
+def test_shares_of_a_mixture(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "HELD_OUT", 20)
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset/train.jsonl").write_text("".join(json.dumps({"text": f"page {i}"}) + "\n" for i in range(60)))
+    page = f"hub:{tmp_path / 'dataset'}"
+    assert (
+        Share.parse("stdlib:0.2") == ("stdlib", 0.2) and Share.parse("hub:a/b:c") == ("hub:a/b:c", None) and Share.parse("x") == ("x", None)
+    )
+
+    find = functools.partial(find_text, tokenizer=byte_tokenizer(), name="bytes", seed=0)
+    training, validation = find([f"{page}:3", f"{text}:1"], [])
+    assert isinstance(training, Mixture) and list(training.open().weights) == [3.0, 1.0] and len(training.excluded) == 20
+    of_file = find([str(text)], [])[1].open()
+    assert len(validation.open()) == 20 + len(of_file)
+    alone, _ = find([page], [str(text)])  # what is validated on lies apart, so nothing is held out
+    assert isinstance(alone, Mixture) and alone.excluded == () and alone.key != training.key
+    for data in ([f"{page}:1", str(text)], [f"{text}:0"], [f"{text}:-1"], [f"{text}:nan"]):
+        with pytest.raises(ValueError, match="give a positive share to each source"):
+            find(data, [])
+
+
+def test_a_text_too_short_to_validate_on_is_refused_before_training(small, tmp_path):
+    with pytest.raises(ValueError, match="the validation text is too short for longest=4096 windows"):
+        plan_training(small(evaluate=EvaluateSettings(longest=4096)))

@@ -12,8 +12,8 @@ SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_heads": 2,
-    "expand_k": 1,
-    "expand_v": 1,
+    "expand_k": 1.0,
+    "expand_v": 1.0,
     "intermediate_size": 32,
 }
 
