@@ -139,7 +139,9 @@ def _needles(rows: Sequence[Row], models: Sequence[str]) -> Html | None:
         )
         plots.append(figure(plot, f"S-NIAH-{variant}: {MEANING[variant]}."))
     notes = [tag("p", f"{row['label']}, {row['task']}: {row['note']}") for row in rows if row["note"]]
-    grid = _grid(lines(rows, ()), models, "The value occurs in the greedy continuation. The real lengths of the prompts are below.")
+    splitters = " and ".join(sorted({row["splitter"] for row in rows}))
+    note = f"The value occurs in the greedy continuation. Essays were split into sentences by {splitters}; real lengths are below."
+    grid = _grid(lines(rows, ()), models, note)
     return section("Needles", tag("div", *plots, cls="pair"), grid, *notes, _facts(rows))
 
 

@@ -1,5 +1,6 @@
 """`fastweights eval`: what is measured, resumed, missing and shown; the suites from end to end on tiny models and rows of our own."""
 
+import importlib.util
 import io
 import json
 
@@ -144,6 +145,13 @@ def test_a_request_that_cannot_be_met(tmp_path, data, capsys, monkeypatch, argum
     captured = capsys.readouterr()
     assert code == 2 and told in " ".join((captured.out + captured.err).replace("│", " ").split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_without_the_harness_it_says_what_to_install(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find_spec(name, *rest))
+    assert cli.main(("eval", "tiny", "--tasks", "piqa")) == 2
+    assert capsys.readouterr().err == "fastweights: this needs the extra 'eval': pip install 'fastweights[eval]'\n"
 
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path, data, measured):
