@@ -180,11 +180,18 @@ def run(slide: Slide, console: Console) -> dict[str, Any]:
             found = find_needle(slide.model, *slide.answer)
             results["needle"]["answer"] = {"nats": found.nats, "tokens": len(slide.answer[1]), "retrieved": found.retrieved}
         if slide.cells:
-            bar, rows = progress.add_task("depth map", total=len(slide.cells)), []
-            for row in _depth_rows(slide, origin):
-                rows.append(row)
-                progress.update(bar, completed=len(rows))
-            results["depth_map"] = rows
+            bar, cells = progress.add_task("depth map", total=len(slide.cells)), list[dict[str, Any]]()
+            results["depth_map"] = cells
+            try:
+                for row in _depth_rows(slide, origin):
+                    cells.append(row)
+                    progress.update(bar, completed=len(cells))
+            except KeyboardInterrupt:
+                console.print(
+                    f"Interrupted with {len(cells)} of {len(slide.cells)} cells of the depth map done. The same command goes on from here.",
+                    highlight=False,
+                )
+                raise
     (slide.folder / "results.json").write_text(json.dumps(results))
     write_report([results], slide.folder / "report.html", title=f"Memory of {slide.label}")
     for layer in results["without_memory"]:

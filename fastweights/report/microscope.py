@@ -35,9 +35,11 @@ def sections(results: Sequence[Results]) -> Sequence[Html]:
 
 
 def _named(results: Sequence[Results]) -> list[Results]:
-    """Each with a ``name``: its mixers where they tell it from the others, else its label."""
-    mixers = [", ".join(dict.fromkeys(one["mixers"])) for one in results]
-    return [{**one, "name": name if mixers.count(name) == 1 else one["label"]} for one, name in zip(results, mixers, strict=True)]
+    """Each with a ``name``: its mixers, its label, or both label and text, whichever first tells it from the others."""
+    names = [(", ".join(dict.fromkeys(one["mixers"])), one["label"], f"{one['label']} on {one['source']}") for one in results]
+    columns = list(zip(*names, strict=True))
+    chosen = [next((n for n, all_ in zip(own, columns, strict=True) if all_.count(n) == 1), own[-1]) for own in names]
+    return [{**one, "name": name} for one, name in zip(results, chosen, strict=True)]
 
 
 def layer_rows(result: Results) -> list[tuple[Layer, list[float | None]]]:

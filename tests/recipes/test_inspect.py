@@ -51,7 +51,11 @@ def test_from_a_text_to_files(saved, text, tmp_path):
     console = Console(width=100, record=True)
     results = run(slide, console)
     told = console.export_text()
-    assert "kla+ccq: means over heads and tokens" in told and "Needle keys / haystack keys" in told and "nats a token of the value, share said" in told
+    assert (
+        "kla+ccq: means over heads and tokens" in told
+        and "Needle keys / haystack keys" in told
+        and "nats a token of the value, share said" in told
+    )
 
     written = json.loads((tmp_path / "out/results.json").read_text())
     assert written == json.loads(json.dumps(results)) and written["kind"] == "microscope" and written["tokens"] == len(slide.ids)
@@ -96,8 +100,10 @@ def test_the_depth_map_goes_on_where_it_stopped(saved, tmp_path, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(recipe, "find_needle", stops)
+    console = Console(width=120, record=True)
     with pytest.raises(KeyboardInterrupt):
-        run(slide, Console(quiet=True))
+        run(slide, console)
+    assert "Interrupted with 2 of 4 cells of the depth map done. The same command goes on from here." in console.export_text()
     assert len(read_rows(tmp_path / "depth.jsonl")) == 2  # of 2 samples each; the third row was not whole
     monkeypatch.setattr(recipe, "find_needle", lambda *a: calls.append(a) or real(*a))
     calls.clear()

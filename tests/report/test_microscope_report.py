@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fastweights.report import write_report
-from fastweights.report.microscope import COLUMNS, layer_rows, number
+from fastweights.report.microscope import COLUMNS, _named, layer_rows, number
 from fastweights.report.plots import Curve, Heat, bars, curves, exporting, heat_map
 from fastweights.report.terminal import microscope_tables
 from tests.report.conftest import look
@@ -51,6 +51,15 @@ def test_two_models_of_one_mixer_go_by_their_labels_and_softmax_layers_are_told(
     twins = [look("one", mixer=["kla", "softmax"]), look("two", mixer=["kla", "softmax"], seed=1)]
     text = " ".join(Reader(page_of(twins, tmp_path)).text)
     assert "one: kla 0" in text and "two: kla 0" in text and "one 1: softmax, no memory" in text
+
+
+def test_what_stands_side_by_side_can_be_told_apart():
+    def named(*results):
+        return [one["name"] for one in _named([{"mixers": m, "label": label, "source": source} for m, label, source in results])]
+
+    assert named((["kla", "kla"], "a", "x"), (["gla"], "a", "x")) == ["kla", "gla"]
+    assert named((["kla"], "a", "x"), (["kla"], "b", "x"), (["gla"], "c", "x")) == ["a", "b", "gla"]
+    assert named((["kla"], "a", "x"), (["kla"], "a", "y")) == ["a on x", "a on y"]
 
 
 def test_a_depth_map_alone_is_a_page(tmp_path):
