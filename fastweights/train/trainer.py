@@ -152,6 +152,7 @@ class PackedTrainer(transformers.Trainer):
             remove_unused_columns=False,
             ignore_data_skip=isinstance(text, Stream),
             dataloader_pin_memory=device != "cpu",
+            ddp_find_unused_parameters=False,  # there are none, and looking for them takes time at every step
         )
         self.settings = settings
         windows = settings.batch_tokens // (settings.sequence_length * settings.accumulation * arguments.world_size)
@@ -336,5 +337,10 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.on_step is not None:
             self.on_step(state.global_step, state.log_history[-1] if state.log_history else {})
-        if state.global_step % args.logging_steps == 0 and self.should_stop():  # elsewhere, a point of the curve would miss some steps
+        if state.global_step % args.logging_steps == 0 and self._any_rank_should():  # elsewhere, a point of the curve would miss some steps
             control.should_save = control.should_training_stop = True
+
+    def _any_rank_should(self) -> bool:
+        """All ranks stop at one step, whichever heard of it first: a rank that went on alone would wait for the others for ever."""
+        here = torch.tensor([float(self.should_stop())], device=self.trainer.args.device)
+        return bool(self.trainer.accelerator.reduce(here) > 0)

@@ -1,0 +1,59 @@
+"""Training in two processes is training in one: by the Trainer (DDP), and by the command under torchrun."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastweights.records import read_rows
+from tests.train.two_processes import Run, in_two_processes, train_each
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture
+def texts(corpus, tmp_path):
+    return tmp_path / "texts"
+
+
+def fed_by_step(results, pieces=1):
+    """The tokens of each step, in the order that one process feeds them: pieces of a step go round the ranks."""
+    rows = [row for turn in zip(*(result["fed"] for result in results), strict=True) for row in turn]
+    size = pieces * len(results)
+    return [list(itertools.chain.from_iterable(rows[at : at + size])) for at in range(0, len(rows), size)]
+
+
+def assert_same_training(results, straight, steps):
+    """To float32's rounding, which the order of sums decides; the losses to the 1e-5 that is asked for."""
+    ours, theirs = results[0]["curve"], straight["curve"][:steps]
+    assert ours.shape == theirs.shape and (ours[:, 0] - theirs[:, 0]).abs().max() <= 1e-5
+    torch.testing.assert_close(ours[:, 1:], theirs[:, 1:], rtol=1e-4, atol=0)
+    for name, weight in results[0]["weights"].items():
+        assert torch.equal(weight, results[-1]["weights"][name]), name
+
+
+def test_two_processes_train_as_one(texts, tmp_path):
+    """The same tokens each step, the same losses: in one piece and in two, at uneven numbers of targets in each."""
+    straight = Run(tmp_path / "one")(texts)
+    runs = [Run(tmp_path / "two"), Run(tmp_path / "pieces", changes={"accumulation": 2})]
+    ranks = in_two_processes(train_each, tmp_path, runs, texts)
+    assert straight["finished"] and straight["curve"][-1, 0] < straight["curve"][0, 0]
+    for number, pieces in enumerate((1, 2)):
+        results = [rank[number] for rank in ranks]
+        assert fed_by_step(results, pieces) == fed_by_step([straight])
+        assert results[0]["fed"] != results[1]["fed"]
+        assert_same_training(results, straight, steps=8)
+
+
+def test_a_run_goes_on_in_another_number_of_processes(texts, tmp_path):
+    """One process, then two of which one is told to stop, then one: the tokens and losses of the straight run."""
+    straight = Run(tmp_path / "straight")(texts)
+    first = Run(tmp_path / "run", stop_at=2)(texts)
+    second = [rank[0] for rank in in_two_processes(train_each, tmp_path, [Run(tmp_path / "run", stop_at=5, stopped_by=1)], texts)]
+    last = Run(tmp_path / "run")(texts)
+    assert [second[0]["steps"], second[1]["steps"]] == [[3, 4, 5]] * 2 and not second[0]["finished"] and last["finished"]
+    assert fed_by_step([first]) + fed_by_step(second) + fed_by_step([last]) == fed_by_step([straight])
+    assert_same_training([last], straight, steps=8)
