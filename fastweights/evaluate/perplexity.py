@@ -2,7 +2,8 @@
 
 The same tokens are scored at every context length: stretches of the longest length are taken from documents, each from a single one, and
 for a context of L tokens each stretch is cut into windows of L, at the beginning of which the memory is empty. What changes from point
-to point is only how much the model could have read before. A window is fed in chunks through the model's cache, so that a window of a
+to point is only how much the model could have read before. (Where L does not divide the longest, its windows end where the stretch ends,
+and the stretch's first tokens are left out.) A window is fed in chunks through the model's cache, so that a window of a
 million tokens needs no more memory than a chunk.
 """
 
@@ -85,7 +86,7 @@ def score_lengths(
 
     Args:
         documents: token ids of each; those shorter than the longest length and one more are left out.
-        lengths: contexts in tokens; each must divide the longest.
+        lengths: contexts in tokens. Those that divide the longest score all tokens of the stretches.
         tokens: how many tokens to score at each length, at most, drawn by `choose_stretches`.
         bytes_per_token: of each document; None for byte-level tokens.
         tail: tokens at the end of each window that are also scored apart.
@@ -96,16 +97,16 @@ def score_lengths(
         ValueError: impossible lengths, or no document is long enough.
     """
     longest = max(lengths)
-    if min(lengths) < 1 or any(longest % length for length in lengths):
-        raise ValueError(f"lengths={list(lengths)}: each must be positive and divide the longest, so that all score the same tokens")
+    if min(lengths) < 1:
+        raise ValueError(f"lengths={list(lengths)}: each must be positive")
     stretches = choose_stretches([len(document) for document in documents], longest, tokens)
     rate = np.ones(len(documents)) if bytes_per_token is None else np.asarray(bytes_per_token, np.float64)
     chosen = sorted({stretch.document for stretch in stretches})
-    total, done = len(lengths) * len(stretches) * longest, 0
+    total, done = sum(longest // length * length for length in lengths) * len(stretches), 0
     scores = []
     for length in lengths:
         sums = _Sums.zeros(len(documents), length)
-        windows = [(d, begin + j) for d, begin in stretches for j in range(0, longest, length)]
+        windows = [(d, begin + j) for d, begin in stretches for j in range(longest % length, longest, length)]
         for group in _batched(windows, _rows(model, min(length, chunk))):
             ids = torch.stack([torch.from_numpy(documents[d][at : at + length + 1].astype(np.int64)) for d, at in group])
             owners = np.array([d for d, _ in group])

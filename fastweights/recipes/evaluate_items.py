@@ -170,30 +170,20 @@ class Curve:
         if settings.max_length is not None and longest > settings.max_length:
             raise Unavailable(f"a context of {longest:,} tokens is more than max_length={settings.max_length:,}")
         found = tokenise(text, subject.need_tokenizer(), longest=longest, tokens=settings.tokens)
-        # Where every length divides the longest all score the very same tokens; else each scores as many, of the same documents.
-        together = all(longest % length == 0 for length in self.lengths)
-        runs = [self.lengths] if together else [(length,) for length in self.lengths]
-        points: list[Row] = []
-        for number, lengths in enumerate(runs):
-
-            def told(done: int, total: int, number: int = number) -> None:
-                progress(number * total + done, len(runs) * total)
-
-            curve = score_lengths(
-                subject.model,
-                found.documents,
-                lengths=lengths,
-                tokens=settings.tokens,
-                bytes_per_token=found.bytes_per_token,
-                tail=TAIL,
-                on_progress=told,
-            )
-            for score in curve.lengths:
-                estimates = {name: getattr(score, name)._asdict() for name in ("bits_per_byte", "tail_bits_per_byte")}
-                points.append(score._asdict() | estimates)
+        curve = score_lengths(
+            subject.model,
+            found.documents,
+            lengths=self.lengths,
+            tokens=settings.tokens,
+            bytes_per_token=found.bytes_per_token,
+            tail=TAIL,
+            on_progress=progress,
+        )
+        estimates = ("bits_per_byte", "tail_bits_per_byte")
+        points = [score._asdict() | {name: getattr(score, name)._asdict() for name in estimates} for score in curve.lengths]
         data = {"text": Path(text).name if isinstance(text, str) and not text.startswith("hub:") else str(text), "sha256": found.sha256}
         note = "documents shorter than the longest context are joined, in the order of the text" if found.joined else ""
-        return {"points": points, "tail": TAIL, "same_tokens": together, "data": data, "note": note}
+        return {"points": points, "tail": TAIL, "data": data, "note": note}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,16 @@ def plan_jobs(settings: TaskCompareSettings) -> list[TaskJob]:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
     jobs = [
-        TaskJob(preset=settings.task, settings=preset, label=label, learning_rate=rate, seed=seed, folder=settings.folder, device=device)
+        TaskJob(
+            preset=settings.task,
+            settings=preset,
+            label=label,
+            learning_rate=rate,
+            seed=seed,
+            folder=settings.folder,
+            device=device,
+            save=settings.save_models,
+        )
         for rate in preset.learning_rates
         for seed in preset.seeds
         for label in settings.mixers

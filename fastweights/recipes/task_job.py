@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ class TaskJob:
     """Where the checkpoint lies while the run lasts."""
     device: str
     """``cpu`` or ``cuda``."""
+    save: bool = False
+    """Leave the trained model in `saved`."""
 
     @property
     def key(self) -> str:
@@ -82,6 +85,15 @@ class TaskJob:
     def checkpoint(self) -> Path:
         """Where an interrupted training is kept."""
         return self.folder / f"{self.key}.pt"
+
+    @property
+    def saved(self) -> Path:
+        """Where the trained model is left, for `fastweights eval` and `inspect`."""
+        return (
+            self.folder
+            / "models"
+            / f"{re.sub(r'[^A-Za-z0-9_.+=-]', '_', self.label)}-lr{self.learning_rate:.2g}-seed{self.seed}-{self.key}"
+        )
 
     @property
     def name(self) -> str:
@@ -120,6 +132,8 @@ class TaskJob:
             rows.append(row)
             if should_stop():
                 return None
+        if self.save:
+            model.save_pretrained(self.saved)
         self.checkpoint.unlink(missing_ok=True)
         last = trained.curve[-1]
         return {

@@ -57,6 +57,9 @@ class TaskCompareSettings:
     """Taps of the causal convolution; 0 for none."""
     out: Path | None = None
     """Folder for rows (results.jsonl), results.json and report.html; runs/TASK by default."""
+    save_models: bool = False
+    """Leave every model that is trained in OUT/models, for `fastweights eval --suite kla-paper` and `inspect`. A run that
+    is finished already has left none: restart it."""
     restart: bool = False
     """Forget what earlier runs of these settings left in the folder, and start over."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

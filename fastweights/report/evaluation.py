@@ -138,7 +138,7 @@ def _needles(rows: Sequence[Row], models: Sequence[str]) -> Html | None:
             markers=True,
         )
         plots.append(figure(plot, f"S-NIAH-{variant}: {MEANING[variant]}."))
-    notes = [tag("p", f"{row['label']}, {row['task']}: {row['note']}") for row in rows if row["note"]]
+    notes = [tag("p", remark) for remark in sorted({f"{row['task']}: {row['note']}" for row in rows if row["note"]})]
     splitters = " and ".join(sorted({row["splitter"] for row in rows}))
     note = f"The value occurs in the greedy continuation. Essays were split into sentences by {splitters}; real lengths are below."
     grid = _grid(lines(rows, ()), models, note)
@@ -163,9 +163,10 @@ def _curves(rows: Sequence[Row], models: Sequence[str]) -> Html | None:
             log_x=True,
             markers=True,
         )
-        first = mine[0]["points"][0]
-        same = "the very same tokens at every length" if mine[0]["same_tokens"] else "as many tokens at every length, of the same documents"
-        told = f"{task}: {first['tokens']:,} tokens of {first['documents']} documents, {same}. “last”: the last {mine[0]['tail']:,} tokens"
+        last = mine[0]["points"][-1]
+        few = min(point["tokens"] for point in mine[0]["points"])
+        counted = f"{few:,} to {last['tokens']:,}" if few < last["tokens"] else f"the same {few:,}"
+        told = f"{task}: {counted} tokens of {last['documents']} documents at every length. “last”: the last {mine[0]['tail']:,} tokens"
         plots.append(figure(plot, f"{told} of each window."))
         notes += [tag("p", f"{task}: {mine[0]['note']}")] if mine[0]["note"] else []
     numbers = folded("The numbers", _grid(point_lines(rows), models, "Perplexity per token."))

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from fastweights import cli
+from fastweights.evaluate.accuracy import accuracy
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.recipes import task_job, task_presets
 from fastweights.recipes.task_compare import best_rates, plan_jobs, run_plan, standings
@@ -217,6 +218,15 @@ def test_a_comparison_leaves_rows_results_and_a_report(compared, tmp_path):
     page = (out / "report.html").read_text()
     assert page.count("<svg") >= 3 and "Accuracy by length" in page and "gated_deltanet+ccq" in page and row["run"] in page
     assert not list(out.glob("*.pt"))
+
+
+def test_trained_models_are_left_where_they_are_asked_for(compared, tmp_path):
+    results, _ = compared(seeds=(0,), learning_rates=(1e-2,), save_models=True)
+    folders = sorted((tmp_path / "out/models").iterdir())
+    assert [folder.name.rpartition("-")[0] for folder in folders] == ["gated_deltanet+ccq-lr0.01-seed0", "kla-lr0.01-seed0"]
+    kla = FastWeightsForCausalLM.from_pretrained(folders[1])
+    again = [row for row in accuracy(kla, SMALL.evaluate, samples=SMALL.samples)]
+    assert json.loads(json.dumps(again)) == next(row["accuracy"] for row in results["rows"] if row["label"] == "kla")
 
 
 def test_what_is_finished_is_not_done_again_and_restart_does_it_again(compared, monkeypatch):
