@@ -123,17 +123,18 @@ def inspect_memory(
     if needle is not None:
         needle.check(T)
 
-    lenses = [_Lens(base.layers[i].mixer, i, stride, top, rank_tolerance, needle) for i in seen]
-    cache, looks = FastWeightsCache(model.config), []
+    looks = np.minimum(np.arange(chunk, T + chunk, chunk), T)
+    view = View(np.arange(0, T, stride), looks, [], without_memory)
+    lenses = [_Lens(base.layers[i].mixer, i, view, stride, top, rank_tolerance, needle) for i in seen]
+    cache = FastWeightsCache(model.config)
     with ExitStack() as hooks:
         for lens in lenses:
             for hook in lens.attach():
                 hooks.callback(hook.remove)
-        for begin in range(0, T, chunk):
-            base(ids[begin : begin + chunk].unsqueeze(0).to(model.device), cache=cache, use_cache=True)
-            looks.append(min(begin + chunk, T))
-            on_progress(looks[-1], T)
-    return View(np.arange(0, T, stride), np.array(looks), [lens.view() for lens in lenses], without_memory)
+        for begin, end in zip([0, *looks.tolist()], looks.tolist(), strict=False):
+            base(ids[begin:end].unsqueeze(0).to(model.device), cache=cache, use_cache=True)
+            on_progress(end, T)
+    return view._replace(layers=[lens.finish() for lens in lenses])
 
 
 def layers_with_memory(model: FastWeightsForCausalLM | FastWeightsModel, layers: Sequence[int] | None) -> tuple[list[int], list[int]]:
@@ -159,20 +160,14 @@ def layers_with_memory(model: FastWeightsForCausalLM | FastWeightsModel, layers:
 class _Lens:
     """Hooks on one layer, and what they have caught."""
 
-    def __init__(self, mixer: FastWeightAttention, layer: int, stride: int, top: int, rank_tolerance: float, needle: Needle | None) -> None:
-        self.mixer, self.layer, self.stride, self.top, self.rank_tolerance = (
-            mixer,
-            layer,
-            stride,
-            min(top, mixer.head_k_dim),
-            rank_tolerance,
-        )
+    def __init__(self, mixer: FastWeightAttention, layer: int, view: View, stride: int, top: int, rank_tolerance: float, needle) -> None:
+        self.mixer, self.stride, self.top, self.rank_tolerance = mixer, stride, min(top, mixer.head_k_dim), rank_tolerance
+        self.rows, self.looks = len(view.positions), len(view.looks)
+        self.seen = LayerView(layer=layer, mixer=mixer.mixer, key_heads=mixer.num_heads, value_heads=mixer.num_value_heads)
         self.needle = None if needle is None else NeedleKeys(needle, mixer, self.top)
-        self.done = 0
-        """Tokens read."""
+        self.done = self.looked = 0
+        """Tokens read, and chunks."""
         self.caught: dict[str, Any] = {}
-        self.tokens: dict[str, list[Tensor]] = {}
-        self.states: dict[str, list[Tensor]] = {}
 
     def attach(self) -> Iterator[Any]:
         """Registers the hooks; their handles."""
@@ -191,25 +186,27 @@ class _Lens:
         found = written(mixer, k, v, coef, None if before is None else before.memory)
         if isinstance(mixer.read, CCQ):
             found |= cleaned_queries(mixer.read, caught["q"], caught["k"], caught["coef"], cleaned, None if before is None else before.read)
-        first = -self.done % self.stride
+        first, row = -self.done % self.stride, -(-self.done // self.stride)
         for name, x in found.items():
-            self.tokens.setdefault(name, []).append(x[0, first :: self.stride].cpu())
+            x = x[0, first :: self.stride].cpu()
+            _room(self.seen.tokens, name, (self.rows, *x.shape[1:]))[row : row + len(x)] = x
         for name, x in state_of(after, self.top, self.rank_tolerance).items():
-            self.states.setdefault(name, []).append(x[0].cpu())
+            _room(self.seen.states, name, (self.looks, *x.shape[1:]))[self.looked] = x[0].cpu()
         if self.needle is not None:
             self.needle.add(self.done, q, k, coef, cleaned, found.get("lambda"), after)
-        self.done += k.shape[1]
+        self.done, self.looked = self.done + k.shape[1], self.looked + 1
 
-    def view(self) -> LayerView:
-        return LayerView(
-            layer=self.layer,
-            mixer=self.mixer.mixer,
-            key_heads=self.mixer.num_heads,
-            value_heads=self.mixer.num_value_heads,
-            tokens={name: torch.cat(self.tokens[name]).numpy() for name in TOKENS if name in self.tokens},
-            states={name: torch.stack(self.states[name]).numpy() for name in STATES if name in self.states},
-            needle=None if self.needle is None else self.needle.result(),
-        )
+    def finish(self) -> LayerView:
+        if self.needle is not None:
+            self.seen.needle = self.needle.result()
+        return self.seen
+
+
+def _room(found: dict[str, NDArray[np.float64]], name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """The array under a name, made at first for all that will come: small pieces kept from every chunk would scatter over the heap."""
+    if name not in found:
+        found[name] = np.empty(shape)
+    return found[name]
 
 
 def written(mixer: FastWeightAttention, k: Tensor, v: Tensor, coef: Coefficients, memory: Tensor | None) -> dict[str, Tensor]:

@@ -175,6 +175,7 @@ def test_memory_does_not_grow_with_the_text():
     handle = model.model.layers[0].mixer.register_forward_hook(lambda mixer, args, output: sizes.append(args[0].shape[1]))
     view = inspect_memory(model, tokens(400), chunk=64, stride=40, layers=[0])
     handle.remove()
+    assert all(x.base is None for x in view.layers[0].tokens.values())  # not a window on more
     assert set(sizes) == {64, 400 % 64} and view.layers[0].tokens["beta"].shape == (10, 2) and len(view.layers) == 1
 
 
