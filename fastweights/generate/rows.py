@@ -74,8 +74,9 @@ class Rows:
 
     def step(self, plain: bool) -> list[int]:
         """Every row reads its token and gets the next one, or `FAILED`. ``plain``: each row takes the likeliest."""
-        if graph := self.graphs.get(plain):
-            graph.replay()
+        if self.graphs:
+            with torch.cuda.device(self.token.device):
+                self.graphs[plain].replay()
         else:
             self._step(plain)
         return self.output.tolist()
@@ -93,15 +94,16 @@ class Rows:
 
     def _capture(self, plain: bool) -> torch.cuda.CUDAGraph:
         """Only while no row is in use: running the step to warm it up moves all of them on."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
+        with torch.cuda.device(self.token.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._step(plain)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self._step(plain)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step(plain)
         return graph
 
 

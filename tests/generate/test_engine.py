@@ -7,10 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastweights.generate import Engine, QueueFull, Sampling
 from fastweights.generate.prompts import prompt_tokens
+from fastweights.ops import checks
 from tests.generate.common import KINDS, assert_greedy, engine, generated, greedy, model, prompt, text_engine, text_model
+from tests.layers.mixers import tensors_of
 from tests.models.tiny import kinds, tiny_model
 
 LENGTHS = (7, 1, 12, 30, 2)
@@ -206,24 +209,52 @@ def test_step_by_step():
     assert request.done and steps == 3 and len(request.result().tokens) == 4
 
 
+class Watch(TorchDispatchMode):
+    """The operations that run, with the shapes of what they make, and the size of the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.largest = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        tensors = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)]
+        self.operations.append((func, [x.shape for x in tensors]))
+        self.largest = max([self.largest, *(x.numel() for x in tensors)])
+        return out
+
+
+@pytest.mark.parametrize("kind", kinds(KINDS, quick=("kla+ccq", "hybrid")))
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_step_is_always_the_same_and_never_waits_for_the_device(kind, plain, monkeypatch):
+    """What a CUDA graph needs: the same operations on the same tensors, and none that hands a value to the host."""
+    monkeypatch.setattr(checks, "readable", lambda *_: False)  # as on a CUDA device
+    decoder = engine(kind)
+    how = greedy(6) if plain else Sampling(max_new_tokens=6, temperature=1.0, top_k=5, seed=1)
+
+    def step():
+        with torch.inference_mode(), Watch() as watch:
+            decoder.rows._step(plain)
+        return watch.operations
+
+    def tensors():
+        rows = decoder.rows
+        return [x.data_ptr() for x in (rows.token, rows.seen, rows.output, *rows.dials, *(t for s in rows.states for t in tensors_of(s)))]
+
+    first, places = step(), tensors()
+    decoder.generate([prompt(n) for n in (3, 30, 1, 7)], how)
+    assert step() == first and tensors() == places
+    assert not {func for func, _ in first} & {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+
 @pytest.mark.full
 def test_reading_needs_no_more_memory_for_a_longer_text():
     """The largest tensor that reading makes is a chunk's, and what lives between chunks is the state."""
 
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **kwargs or {})
-            for x in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(x, torch.Tensor):
-                    self.numel = max(self.numel, x.numel())
-            return out
-
     def largest(length):
         decoder = engine(prefill_chunk=64, max_context=None)
-        with Largest() as watch:
+        with Watch() as watch:
             decoder.remember(prompt(length))
-        return watch.numel
+        return watch.largest
 
     assert largest(6400) == largest(640)
