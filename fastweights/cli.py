@@ -12,12 +12,19 @@ from fastweights.recipes.demo import DEMO
 from fastweights.recipes.evaluate_settings import EvalSettings
 from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.recipes.inspect_settings import InspectSettings
+from fastweights.recipes.serve_settings import ServeSettings
 from fastweights.recipes.settings import CompareSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
 from fastweights.recipes.train_presets import PRESETS, preset_run
 from fastweights.recipes.train_settings import TrainingRun
 
-EXTRAS = {"cli": ("tyro", "rich"), "train": ("accelerate", "pyarrow"), "report": ("matplotlib",), "eval": ("lm_eval",)}
+EXTRAS = {
+    "cli": ("tyro", "rich"),
+    "train": ("accelerate", "pyarrow"),
+    "report": ("matplotlib",),
+    "eval": ("lm_eval",),
+    "serve": ("fastapi", "uvicorn", "pydantic", "openai"),
+}
 """A package or two of each extra, by whose absence a missing extra is told."""
 
 
@@ -178,11 +185,30 @@ def generate(model: str, /, settings: GenerateSettings = GenerateSettings()) -> 
         raise CannotDo(error) from error
 
 
+def serve(model: str, /, settings: ServeSettings = ServeSettings()) -> None:  # noqa: B008, a frozen dataclass
+    """Answer requests of OpenAI's API with a saved model, until interrupted. The server is transformers' own.
+
+    Args:
+        model: folder of a saved model with its tokenizer; models of `compare` are in OUT/models/NAME/model.
+    """
+    _need("serve")
+    from rich.console import Console
+
+    from fastweights.recipes.serve import prepare, run
+
+    try:
+        arguments = prepare(model, settings)
+    except (ValueError, OSError) as error:
+        raise CannotDo(error) from error
+    run(arguments, Console(stderr=True))
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "demo": demo,
     "train": train,
     "generate": generate,
+    "serve": serve,
     "eval": evaluate,
     "inspect": inspect,
     "report": report,
