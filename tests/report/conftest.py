@@ -139,3 +139,32 @@ def bench():
     fixed = {"kind": "forward", "backend": "triton", "floor_ms": 0.12}
     rows = [fixed | {"shape": [1, 1024 * 2**i, 16, 128, 128], "work": f"forward/{i}", "ms": 0.5 * 2**i, **PROVENANCE} for i in range(4)]
     return {"kind": "rows", "name": "ops.jsonl", "rows": [*rows, {"kind": "odd", "note": "alone", "value": None, "flag": True}]}
+
+
+@pytest.fixture
+def evaluated():
+    """What `eval` writes for two models: a task, needles at three lengths and a curve."""
+
+    def row(label, task, **more):
+        facts = {"model": f"models/{label}", "fingerprint": "c099f787", "parameters": 18_612, "dtype": "float32", "lm_eval": "0.4.13"}
+        asked = {"limit": None, "seconds": 1.4, "samples": 24, "truncated": 0, "max_length": None, "document_token": True, "few_shot": 0}
+        where = {"data": {"file": f"{task}.jsonl"}, "note": "", "prompt_tokens": [25, 55.5, 83], "run": f"{label}-{task}", "shown": 1}
+        return {"kind": "evaluation", "label": label, "task": task, **facts, **asked, **where, **more, **PROVENANCE}
+
+    def score(metric, value):
+        return [{"metric": metric, "higher_is_better": True, "value": value, "low": value - 0.1, "high": value + 0.1}]
+
+    def point(length, bits):
+        estimates = {name: {"value": bits, "low": bits - 0.1, "high": bits + 0.1} for name in ("bits_per_byte", "tail_bits_per_byte")}
+        return {"length": length, **estimates, "perplexity": 2**bits, "tail_perplexity": 2**bits, "tokens": 40_960, "documents": 9}
+
+    models = ["kla+ccq-a-rather-long-name-of-a-model", "gla"]
+    rows = [row(label, "piqa", group="zero-shot", scores=score("acc", 0.54)) for label in models]
+    for i, label in enumerate(models):
+        for length in (1024, 2048, 4096):
+            needle = {"group": "needles", "variant": 1, "length": length, "splitter": "fastweights"}
+            rows.append(row(label, f"niah_single_1_{length}", **needle, scores=score(str(length), 0.9 - 0.2 * i * length / 4096)))
+        points = [point(4096 * 2**j, 2.3 - 0.1 * j - 0.05 * i) for j in range(3)]
+        rows.append(row(label, "curve_books", group="curves", points=points, tail=2048, same_tokens=True))
+    groups = [{"label": label, "group": "zero-shot", "tasks": ["piqa"], "value": 0.54} for label in models]
+    return {"kind": "evaluation", "suite": "offline", "models": models, "rows": rows, "missing": [], "groups": groups, **PROVENANCE}

@@ -10,7 +10,14 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize(
     "kinds, plots",
-    [(["results"], 4), (["task_results"], 3), (["seen"], 26), (["bench"], 1), (["results", "task_results", "seen", "bench"], 34)],
+    [
+        (["results"], 4),
+        (["task_results"], 3),
+        (["seen"], 26),
+        (["evaluated"], 2),
+        (["bench"], 1),
+        (["results", "task_results", "seen", "evaluated", "bench"], 36),
+    ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )
 def test_a_browser_draws_it_without_complaint(request, tmp_path, kinds, plots):
