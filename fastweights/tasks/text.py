@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ _ABBREVIATIONS = frozenset(
     """.split()  # noqa: SIM905
 )
 _BOUNDARY = re.compile(r"""([.!?]+["'”’)\]]*)\s+(?=["'“‘(\[]*[A-Z0-9])""")
+LONGEST_SENTENCE = 600
+"""Characters. What runs on beyond them without an end, as source code does, is cut between words."""
 _LAST_WORD = re.compile(r"([\w.]+)$")
 
 
@@ -55,8 +58,8 @@ def split_sentences(text: str) -> list[str]:
     """Sentences of English prose, in order, with whitespace collapsed: ``" ".join`` of them gives the text back so collapsed.
 
     A boundary is ``.``, ``!`` or ``?`` (and closing quotes) before a capital or a digit, but not after a common abbreviation or a single
-    initial. It stands where RULER and lm-evaluation-harness use NLTK's Punkt model, which has to be downloaded; some
-    boundaries differ.
+    initial; what has none for `LONGEST_SENTENCE` characters is cut there. It stands where RULER and lm-evaluation-harness use NLTK's Punkt
+    model, which has to be downloaded; some boundaries differ.
     """
     text = " ".join(text.split())
     sentences, start = [], 0
@@ -69,7 +72,11 @@ def split_sentences(text: str) -> list[str]:
         start = match.end()
     if start < len(text):
         sentences.append(text[start:])
-    return sentences
+    return [
+        piece
+        for sentence in sentences
+        for piece in textwrap.wrap(sentence, LONGEST_SENTENCE, break_long_words=False, break_on_hyphens=False)
+    ]
 
 
 # The magic words are "adjective-noun". RULER takes them from the wonderwords package; any plain words do.

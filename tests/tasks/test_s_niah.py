@@ -9,7 +9,7 @@ import pytest
 
 from fastweights.tasks import SNIAH, generator
 from fastweights.tasks.s_niah import DEPTHS, REPEATED, _how_many_fit
-from fastweights.tasks.text import ByteTokenizer, encode, split_sentences
+from fastweights.tasks.text import LONGEST_SENTENCE, ByteTokenizer, encode, split_sentences
 
 TALE = " ".join(f"This is sentence number {i}. It follows number {i - 1}!" for i in range(1, 400))
 
@@ -160,6 +160,14 @@ def test_sentences():
         "(Then it ended.) no capital. here",
     ]
     assert split_sentences("") == [] and split_sentences("One") == ["One"]
+
+
+def test_code_fills_a_prompt_though_it_has_no_sentences():
+    code = "def f(x):\n    return x\n\n" * 500
+    pieces = split_sentences(code)
+    assert max(map(len, pieces)) <= LONGEST_SENTENCE and " ".join(pieces) == " ".join(code.split())
+    batch = SNIAH(variant=2, length=4000, haystack=code).batch(2, generator(0))
+    assert (batch.prompt_tokens > 4000 - 128 - LONGEST_SENTENCE - 1).all()
 
 
 def test_sentences_join_to_the_text():
