@@ -25,7 +25,7 @@ class Shown(NamedTuple):
 
 def sections(results: Sequence[Results]) -> Sequence[Html]:
     """The parts of a page for all results of kind `evaluation`."""
-    rows = [row for one in results for row in one["rows"]]
+    rows = list({(row["task"], row["label"]): row for one in results for row in one["rows"]}.values())  # of two runs of one, the later
     models = list(dict.fromkeys(label for one in results for label in one["models"]))
     parts = [_tasks(results, rows, models), _needles(rows, models), _curves(rows, models), _recall(rows, models)]
     return [part for part in (*parts, _missing(results), _sources(results, rows)) if part is not None]
