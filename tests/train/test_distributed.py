@@ -1,14 +1,10 @@
 """Training in two processes is training in one: by the Trainer (DDP), and by the command under torchrun."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from fastweights.records import read_rows
 from tests.train.two_processes import Run, in_two_processes, train_each
 
 pytestmark = pytest.mark.full

@@ -6,9 +6,12 @@ import shutil
 import pytest
 import torch
 
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.train import trainer as trainer_module
 from fastweights.train.presets import SIZES, TrainSettings
 from fastweights.train.trainer import CURVE, PackedTrainer, input_names, last_checkpoint, train
 
+SMALL = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "intermediate_size": 32}
 SETTINGS = TrainSettings(steps=10, batch_tokens=64, sequence_length=16, save_every=100, log_every=1, learning_rate=1e-2, warmup=0.2)
 
 
@@ -210,3 +213,19 @@ def test_activation_checkpointing_changes_no_number(run):
     again, b, _ = run("again", settings=dataclasses.replace(SETTINGS, activation_checkpointing=True))
     assert b.model.layers[0].gradient_checkpointing and losses(again) == losses(plain)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_large_logits_are_never_whole(corpus, tmp_path, monkeypatch):
+    """The head is given 1,024 tokens at most, and the losses are those of whole logits."""
+    model = lambda: FastWeightsForCausalLM(FastWeightsConfig(mixer="kla", **SMALL))  # noqa: E731
+    settings = dataclasses.replace(SETTINGS, steps=3, batch_tokens=1600)
+    curves = []
+    for most in (2**26, 1):
+        monkeypatch.setattr(trainer_module, "WHOLE_LOGITS", most)
+        torch.manual_seed(0)
+        kla, seen = model(), []
+        kla.lm_head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output[..., 0].numel()))
+        training = train(kla, corpus, settings, folder=tmp_path / str(most))
+        curves.append([entry["loss"] for entry in training.history])
+        assert max(seen) == (1600 if most > 1 else 1024)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)

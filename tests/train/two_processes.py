@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.models import FastWeightsCache, FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.notation import MemoryState
 from fastweights.train.corpus import load_corpus
 from fastweights.train.presets import TrainSettings
+from fastweights.train.sharding import initialize_, shard
 from fastweights.train.tokenizer import byte_tokenizer
 from fastweights.train.trainer import train
 
@@ -73,3 +76,63 @@ class Run:
 def train_each(runs: list[Run], texts: Path) -> list[dict]:
     """One after the other in the same processes: starting them takes the longest."""
     return [run(texts) for run in runs]
+
+
+ROWS = (
+    {"tokens": torch.arange(24) * 7 % 64, "cu_seqlens": [0, 7, 24]},
+    {"tokens": torch.arange(24) * 11 % 64, "cu_seqlens": [0, 15, 24]},
+)
+"""The row of each rank: packed, with as many targets, so that the mean over the ranks is the mean over the tokens."""
+
+
+def born_on_meta() -> FastWeightsForCausalLM:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 48}
+    with torch.device("meta"):
+        return FastWeightsForCausalLM(FastWeightsConfig(vocab_size=64, mixer="kla+ccq", initializer_range=0.1, **shape))
+
+
+def loss_of(model, rank: int) -> torch.Tensor:
+    ids = ROWS[rank]["tokens"][None]
+    return model(ids, labels=ids, cu_seqlens=torch.tensor(ROWS[rank]["cu_seqlens"]), use_cache=False).loss
+
+
+def sharded_step(dtype: torch.dtype, recompute: bool, saved: Path | None) -> dict:
+    """A step of SGD at rate 1 of a sharded model: its weights before and after, what its modules saw, the gradients, whole on each rank."""
+    model = born_on_meta()
+    shard(model, dtype=dtype)
+    initialize_(model, "cpu", seed=3)
+    weights = whole(model.named_parameters())
+    shares = {name: p.to_local().numel() / p.numel() for name, p in model.named_parameters()}
+    if recompute:
+        model.gradient_checkpointing_enable()
+    seen = {}
+
+    def see(name: str, module: torch.nn.Module, state) -> None:
+        seen.update((f"{name}.{own}", p.detach().clone()) for own, p in module.named_parameters(recurse=False))
+        if isinstance(state, MemoryState):  # the layer's, not the convolution's
+            seen[f"{name}.state"] = state.memory
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(
+            lambda module, arguments, named, name=name: see(name, module, named.get("state")), with_kwargs=True
+        )
+    loss = loss_of(model.train(), dist.get_rank())
+    loss.backward()
+    gradients = whole((name, p.grad) for name, p in model.named_parameters())
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))  # whole on rank 0
+    if saved is not None and dist.get_rank() == 0:
+        model.save_pretrained(saved, state_dict=dict(after))  # which it empties
+    with torch.no_grad():
+        cache = FastWeightsCache(model.config)
+        for piece in ROWS[0]["tokens"][None].split(12, dim=1):
+            model.eval()(piece, cache=cache)
+    return {"weights": weights, "shares": shares, "seen": seen, "gradients": gradients, "after": after, "loss": loss.item()}
+
+
+def whole(parameters) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor().clone() for name, p in parameters}
+
+
+def sharded_steps(cases: list[tuple]) -> list[dict]:
+    return [sharded_step(*case) for case in cases]
