@@ -35,11 +35,12 @@ class Lookup:
             self._tokens.append(token)
 
     def guess(self, count: int) -> list[int]:
-        """Up to ``count`` tokens that may come next."""
+        """``count`` tokens that may come next, or none. Where what followed reaches the end of the text, it goes round."""
         for n in GRAMS:
             begin = self._next.get(tuple(self._tokens[-n:])) if len(self._tokens) >= n else None
             if begin is not None:
-                return self._tokens[begin : begin + count]
+                period = len(self._tokens) - begin
+                return [self._tokens[begin + i % period] for i in range(count)]
         return []
 
 

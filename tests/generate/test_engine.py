@@ -19,7 +19,7 @@ from tests.models.tiny import kinds, tiny_model
 LENGTHS = (7, 1, 12, 30, 2)
 
 
-@pytest.mark.parametrize("kind", kinds(KINDS, quick=("kla+ccq", "hybrid")))
+@pytest.mark.parametrize("kind", kinds(KINDS, quick=("hybrid",)))
 def test_tokens_are_those_of_generate(kind):
     """Five uneven prompts in three rows: rows are handed on in the middle of others' answers."""
     prompts = [prompt(n) for n in LENGTHS]
@@ -60,7 +60,7 @@ def test_a_request_among_others_draws_what_it_draws_alone():
     sampled = Sampling(max_new_tokens=15, temperature=1.3, top_p=0.9, repetition_penalty=1.2, seed=5)
     alone = engine().submit(prompt(9), sampled).result()
     others = [greedy(4), Sampling(max_new_tokens=30, temperature=2.0), greedy(11, speculate=2), Sampling(temperature=1.0, max_new_tokens=3)]
-    for at in range(5):
+    for at in (0, 2, 4):
         batch = [(prompt(n), how) for n, how in zip((3, 17, 8, 1), others, strict=True)]
         batch.insert(at, (prompt(9), sampled))
         answers = engine().generate([p for p, _ in batch], [how for _, how in batch])
@@ -177,12 +177,12 @@ def test_many_threads_and_one_engine():
     def ask(n):
         answers[n] = decoder.submit(prompt(n), greedy(6)).result()
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(1, 17)]
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(1, 9)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert len(answers) == 16 and not decoder.busy
+    assert len(answers) == 8 and not decoder.busy
     for n, answer in answers.items():
         assert_greedy(model(), prompt(n), answer, 6)
 
@@ -257,4 +257,4 @@ def test_reading_needs_no_more_memory_for_a_longer_text():
             decoder.remember(prompt(length))
         return watch.largest
 
-    assert largest(6400) == largest(640)
+    assert largest(3200) == largest(320)

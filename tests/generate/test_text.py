@@ -29,7 +29,7 @@ def pieces(tokenizer, tokens, stop=(), context=()):
     return [*said, stream.pop(final=True)], stream
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_comes_whole_and_each_character_with_its_last_byte(text):
     said, _ = pieces(BYTES, text.encode())
@@ -37,7 +37,7 @@ def test_any_text_comes_whole_and_each_character_with_its_last_byte(text):
     assert said[:-1] == ["" if i + 1 < len(c.encode()) else c for c in text for i in range(len(c.encode()))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=80))
 def test_any_bytes_come_as_the_tokenizer_reads_them(content):
     said, _ = pieces(BYTES, content)
@@ -46,7 +46,7 @@ def test_any_bytes_come_as_the_tokenizer_reads_them(content):
 
 
 @pytest.mark.parametrize("stop", [["END"], ["\n\n", "END", "ab"], ["aba", "bab"], ["é"], ["E"]])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text(alphabet="aébEND\n", max_size=40))
 def test_the_text_ends_before_the_first_stop_string(stop, text):
     said, stream = pieces(BYTES, text.encode(), stop)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.layers.mixers import MIXERS, D, build, build_softmax, close, tensors_of
-from tests.models.tiny import EVERY_KIND, tiny_model, tokens
+from tests.models.tiny import EVERY_KIND, kinds, tiny_model, tokens
 
 OPTIONS = {"kla+ccq": [{}, {"ccq_forget": "memory", "ccq_unit_keys": True}, {"num_value_heads": 4, "conv_size": 0}]}
 
 
 @pytest.mark.parametrize("mixer, options", [(mixer, options) for mixer in MIXERS for options in OPTIONS.get(mixer, [{}])])
-@pytest.mark.parametrize("piece", [1, 3])
+@pytest.mark.parametrize("piece", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_steps_of_a_layer_equal_its_forward(mixer, options, piece):
     layer = build(mixer, **options).double()
     x = torch.randn(2, 9, D, dtype=torch.float64)
@@ -32,7 +32,7 @@ def test_steps_of_softmax_equal_its_forward(window, slots):
     assert state.keys.shape[1] == slots and state.place.tolist() == [9, 9]
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds(quick=("hybrid",)))
 def test_steps_of_the_model_equal_its_forward(kind):
     model = tiny_model(dtype=torch.float64, **EVERY_KIND[kind])
     ids = tokens(3, 7)
