@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from fastweights.recipes.bench_settings import BenchSettings, What
 from fastweights.recipes.demo import DEMO
 from fastweights.recipes.evaluate_settings import EvalSettings
 from fastweights.recipes.generate_settings import GenerateSettings
@@ -72,8 +74,9 @@ def train(settings: TrainingRun = preset_run("kla+ccq-5m")) -> None:  # noqa: B0
 
     from fastweights.recipes.train import plan_training, run_training
 
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")  # of the processes that torchrun started, one tells
     try:
-        run_training(plan_training(settings), Console())
+        run_training(plan_training(settings), console)
     except (ValueError, OSError, FloatingPointError) as error:
         raise CannotDo(error) from error
 
@@ -203,6 +206,26 @@ def serve(model: str, /, settings: ServeSettings = ServeSettings()) -> None:  # 
     run(arguments, Console(stderr=True))
 
 
+def bench(what: What, models: tuple[str, ...] = (), /, settings: BenchSettings = BenchSettings()) -> None:  # noqa: B008, a frozen dataclass
+    """Measure how fast models read prompts (prefill) or write on after them (decode), by length: speed, memory, distance to its floor, growth.
+
+    Args:
+        what: prefill reads prompts up to the first new token; decode writes tokens after contexts.
+        models: folders of saved models, or presets, with random weights. Without any, and without --mixers: kla, kla+ccq, gdn and
+            transformer presets, 5m on a CPU and 0.4b on a GPU.
+    """
+    _need("report")
+    from rich.console import Console
+
+    from fastweights.recipes.bench import plan_bench, run_bench
+
+    try:
+        plan = plan_bench(what, models, settings)
+    except (ValueError, OSError) as error:
+        raise CannotDo(error) from error
+    run_bench(plan, Console())
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "demo": demo,
@@ -211,6 +234,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "eval": evaluate,
     "inspect": inspect,
+    "bench": bench,
     "report": report,
 }
 ON_TASK: dict[str, Callable[..., None]] = {"compare": compare_on_task}

@@ -1,10 +1,15 @@
 """Training in two processes is training in one: by the Trainer (DDP), and by the command under torchrun."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from fastweights.cli import main
+from fastweights.records import read_rows
 from tests.train.two_processes import Run, in_two_processes, train_each
 
 pytestmark = pytest.mark.full
@@ -53,3 +58,23 @@ def test_a_run_goes_on_in_another_number_of_processes(texts, tmp_path):
     assert [second[0]["steps"], second[1]["steps"]] == [[3, 4, 5]] * 2 and not second[0]["finished"] and last["finished"]
     assert fed_by_step([first]) + fed_by_step(second) + fed_by_step([last]) == fed_by_step([straight])
     assert_same_training([last], straight, steps=8)
+
+
+def test_the_command_under_torchrun(texts, tmp_path, monkeypatch):
+    """One process tells and writes, and what it writes is what the command writes alone."""
+    (texts / "long.txt").write_text("Another page of a book. " * 40)
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    size = "--hidden-size 32 --num-hidden-layers 1 --num-heads 2 --intermediate-size 48"
+    length = "--steps 6 --batch-tokens 128 --sequence-length 16 --save-every 2 --log-every 1"
+    measured = "--validation-tokens 64 --longest 1 --length-tokens 64 --sample-tokens 4"
+    options = (
+        f"train --preset kla+ccq-5m {size} {length} {measured} --no-tensorboard --device cpu --data {texts} --validation {texts} --out "
+    )
+    assert main([*options.split(), str(tmp_path / "one")]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fastweights"]
+    done = subprocess.run([*launch, *options.split(), tmp_path / "two"], capture_output=True, text=True, env=os.environ, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kla+ccq-5m: training\n") == done.stdout.count(" bits per byte on text that was not trained on.") == 1
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["metrics.jsonl", "model", "result.json", "run.json"]
+    one, two = (torch.tensor([row["loss"] for row in read_rows(tmp_path / f"{name}/metrics.jsonl")]) for name in ("one", "two"))
+    assert len(one) == 6 and (one - two).abs().max() <= 1e-5
