@@ -77,8 +77,8 @@ class Request:
         self._text: TextStream | None = None
         if engine.tokenizer is not None:
             self._text = TextStream(engine.tokenizer, sampling.stop, self.text_before)
-        self._texted = 0
-        """Tokens that `_text` has been given."""
+        self._pushed = self._popped = 0
+        """How many tokens `_text` has been given, and had been when text was last taken from it."""
         self._said: list[str] = []
 
     @property
@@ -158,7 +158,9 @@ class Request:
 
     def _next_piece(self) -> str | None:
         """New text, maybe empty; None at the end."""
-        self._engine.work_until(lambda: self.done or len(self.tokens) > self._texted)
+        if self._text is None:
+            raise ValueError("text in pieces needs a tokenizer, and this engine has none; ask for the result")
+        self._engine.work_until(lambda: self.done or len(self.tokens) > self._popped)
         with self._engine.turn:
             ended = self.done
             piece = self._pop()
@@ -170,11 +172,12 @@ class Request:
 
     def _push(self) -> None:
         if self._text is not None:
-            self._text.push(self.tokens[self._texted :])
-        self._texted = len(self.tokens)
+            self._text.push(self.tokens[self._pushed :])
+        self._pushed = len(self.tokens)
 
     def _pop(self) -> str:
         self._push()
+        self._popped = self._pushed
         piece = "" if self._text is None else self._text.pop(final=self.done)
         self._said.append(piece)
         return piece

@@ -88,6 +88,8 @@ def test_text_in_text_out_and_in_pieces():
     assert answer.text == decoder.tokenizer.decode(answer.tokens, skip_special_tokens=True)
     assert "".join(decoder.stream("Was für ein Tag", greedy(40))) == answer.text
     assert answer.prompt_tokens == len("Was für ein Tag".encode())
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        next(engine().stream(prompt(3), greedy()))
     with pytest.raises(ValueError, match="single string"):
         decoder.generate("Was für ein Tag")
 
@@ -109,6 +111,8 @@ def test_stop_strings_end_where_generate_ends():
     answer = decoder.submit(text, greedy(60, stop=("never there", stop))).result()
     assert answer.finish_reason == "stop" and answer.text == plain.text[: plain.text.index(stop)]
     assert "".join(decoder.stream(text, greedy(60, stop=(stop,)))) == answer.text
+    pieces = list(decoder.stream(text, greedy(60, stop=("never there",))))
+    assert len(pieces) > 10 and "".join(pieces) == plain.text, "text comes as it is written, stop strings or not"
     ids = list(text.encode())
     expected = generated(text_model(), ids, 60, stop_strings=[stop], tokenizer=decoder.tokenizer)
     assert list(answer.tokens) == expected
