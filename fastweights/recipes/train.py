@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
-from fastweights.recipes.compare import count_parameters
 from fastweights.recipes.job import Text, measure, sample
 from fastweights.recipes.pool import Report, cores, run_jobs
 from fastweights.recipes.settings import Variant
@@ -33,16 +32,18 @@ from fastweights.train.packing import PackedBatches
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
 
-SETTINGS, METRICS, RESULT, MODEL = "run.json", "metrics.jsonl", "result.json", "model"
+SETTINGS, METRICS, RESULT, MODEL, ADAPTER = "run.json", "metrics.jsonl", "result.json", "model", "adapter"
+ADAPTED = ["qkv_proj", "gate_proj", "out_proj", "up_proj", "down_proj"]
+"""The projections that LoRA adapts; gates, convolutions and norms stay as they are."""
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A run that can be done: everything that can be wrong with the settings has been looked for. Plain data."""
+    """A run that can be done: everything that can be wrong with the settings has been looked for."""
 
     settings: TrainingRun
-    config: dict[str, Any]
-    """Arguments of `FastWeightsConfig`."""
+    config: FastWeightsConfig
+    tokenizer: str
     parameters: int
     training: Text | Mixture
     validation: Validation
@@ -76,21 +77,23 @@ def plan_training(settings: TrainingRun) -> TrainingJob:
     Raises:
         ValueError, FileNotFoundError: settings that cannot be met, or a folder that holds a run of other settings.
     """
-    for logger in settings.loggers:
-        if importlib.util.find_spec(logger) is None:
-            off = f", or --no-{logger}" if logger == "tensorboard" else ""
-            raise ValueError(f"{logger}=True: the package {logger} is not installed: pip install {logger}{off}")
+    for package in (*settings.loggers, *(["peft"] if settings.lora_rank else [])):
+        if importlib.util.find_spec(package) is None:
+            off = f", or --no-{package}" if package == "tensorboard" else ""
+            raise ValueError(f"{package} is not installed: pip install {package}{off}")
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
-    tokenizer = load_tokenizer(settings.tokenizer)
+    name = settings.init_from or settings.tokenizer
+    tokenizer = load_tokenizer(name)
     config = _config(settings, tokenizer)
-    parameters = count_parameters(config)
-    training, validation = find_text(settings.data, settings.validation, tokenizer, name=settings.tokenizer, seed=settings.seed)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in FastWeightsForCausalLM(config).parameters())
+    training, validation = find_text(settings.data, settings.validation, tokenizer, name=name, seed=settings.seed)
     if isinstance(training, Text):
         PackedBatches(training.open(), sequence_length=settings.train.sequence_length, windows=1, count=1)  # raises for too little text
     _check_validation(settings, validation.open())
-    job = TrainingJob(settings, config, parameters, training, validation, device)
+    job = TrainingJob(settings, config, name, parameters, training, validation, device)
     if not settings.restart:
         _refuse_other_settings(job)
     return job
@@ -134,11 +137,19 @@ def _check_validation(settings: TrainingRun, corpus: Corpus) -> None:
         raise ValueError(f"the validation text is too short for longest={settings.evaluate.longest} windows: {error}") from None
 
 
-def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> FastWeightsConfig:
+    if settings.init_from:
+        config = AutoConfig.from_pretrained(settings.init_from)
+        if not isinstance(config, FastWeightsConfig):
+            raise ValueError(
+                f"init_from={settings.init_from!r} is a {config.model_type}; what can be fine-tuned here is a fastweights model"
+            )
+        return config
     variant = Variant.parse(settings.mixer)
-    special = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
+    special: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
     shape = dataclasses.asdict(settings.model)
-    return {"mixer": variant.mixer(settings.model.num_hidden_layers), "vocab_size": len(tokenizer), **shape, **special, **variant.options}
+    mixer = variant.mixer(settings.model.num_hidden_layers)
+    return FastWeightsConfig(mixer=mixer, vocab_size=len(tokenizer), **shape, **special, **variant.options)
 
 
 def _identity(job: TrainingJob) -> dict[str, Any]:
@@ -173,7 +184,7 @@ def _write_settings(job: TrainingJob) -> None:
     content = {
         "settings": flat(job.settings),
         "identity": _identity(job),
-        "config": FastWeightsConfig(**job.config).to_dict(),
+        "config": job.config.to_dict(),
         "parameters": job.parameters,
         "sessions": [*sessions, provenance(device=job.device, seed=job.settings.seed)],
     }
@@ -184,7 +195,7 @@ def _write_settings(job: TrainingJob) -> None:
 def _train(job: TrainingJob, report: Report, should_stop: Callable[[], bool]) -> bool:
     settings, folder = job.settings, job.folder
     torch.manual_seed(settings.seed)
-    model = FastWeightsForCausalLM(FastWeightsConfig(**job.config))
+    model = _model(job)
     checkpoint = last_checkpoint(folder)
     if _is_main():
         _drop_rows_after(folder / METRICS, int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
@@ -214,14 +225,31 @@ def _train(job: TrainingJob, report: Report, should_stop: Callable[[], bool]) ->
     return training.finished
 
 
-def _export(job: TrainingJob, model: FastWeightsForCausalLM) -> None:
+def _model(job: TrainingJob) -> Any:
+    """Fresh, or the one to start from; with adapters, a `PeftModel`. Weights are float32: bf16 is for the products."""
+    settings = job.settings
+    if not settings.init_from:
+        return FastWeightsForCausalLM(job.config)
+    model = FastWeightsForCausalLM.from_pretrained(settings.init_from, dtype=torch.float32)
+    if not settings.lora_rank:
+        return model
+    import peft
+
+    adapters = peft.LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules=ADAPTED)
+    return peft.get_peft_model(model, adapters)
+
+
+def _export(job: TrainingJob, model: Any) -> None:
     """The plain Hugging Face folder, whole or not at all; then the checkpoints have done their work."""
     part = job.folder / f"{MODEL}.part"
     shutil.rmtree(part, ignore_errors=True)  # what a kill left
+    if job.settings.lora_rank:
+        model.save_pretrained(job.folder / ADAPTER)
+        model = model.merge_and_unload()
     if job.settings.export_dtype == "bf16":
         model.bfloat16()  # gates and norms stay float32
     model.save_pretrained(part)
-    load_tokenizer(job.settings.tokenizer).save_pretrained(part)
+    load_tokenizer(job.tokenizer).save_pretrained(part)
     config = json.loads((part / "config.json").read_text())
     _write_whole(part / "config.json", json.dumps(config | {"dtype": "float32"}, indent=2))  # stored small, loaded in float32
     part.rename(job.folder / MODEL)
@@ -241,6 +269,7 @@ def _result(job: TrainingJob, report: Report) -> dict[str, Any]:
         "kind": "training",
         "preset": settings.preset,
         "settings": flat(settings),
+        "mixer": job.config.mixer,
         "parameters": job.parameters,
         "text": _text(job),
         "tokens": settings.train.steps * settings.train.batch_tokens,
@@ -294,7 +323,7 @@ def _forget(folder: Path) -> None:
     """What `fastweights train` wrote, and nothing else that may lie there."""
     for file in (SETTINGS, METRICS, RESULT):
         (folder / file).unlink(missing_ok=True)
-    for path in (folder / MODEL, folder / f"{MODEL}.part", folder / "runs", *folder.glob(f"{CHECKPOINT}*")):
+    for path in (folder / MODEL, folder / f"{MODEL}.part", folder / ADAPTER, folder / "runs", *folder.glob(f"{CHECKPOINT}*")):
         shutil.rmtree(path, ignore_errors=True)
 
 

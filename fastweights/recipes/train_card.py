@@ -13,10 +13,12 @@ def model_card(row: dict[str, Any]) -> str:
 
 
 def _header(row: dict[str, Any]) -> str:
-    mixer = row["settings"]["mixer"]
+    mixer = row["mixer"] if isinstance(row["mixer"], str) else ", ".join(row["mixer"])
+    tuned = f", fine-tuned from `{row['settings']['init_from']}`" if row["settings"]["init_from"] else ""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- fastweights\n- linear-attention\n---\n\n"
-        f"# {row['preset']}\n\nA causal language model of {row['parameters']:,} parameters, mixer `{mixer}`, trained with `fastweights`.\n"
+        f"# {row['preset']}\n\nA causal language model of {row['parameters']:,} parameters, mixer `{mixer}`, "
+        f"trained with `fastweights`{tuned}.\n"
     )
 
 
@@ -41,7 +43,7 @@ def _text(row: dict[str, Any]) -> str:
         epochs = row["tokens"] / text["train_tokens"]
         size = f", {epochs:.2g} epochs of the {text['train_tokens']:,} in {text['train_documents']:,} documents to train on"
     return (
-        f"## Text\n\n`{' '.join(settings['data'])}`, {held_out}; tokenizer `{settings['tokenizer']}`. "
+        f"## Text\n\n`{' '.join(settings['data'])}`, {held_out}; tokenizer `{settings['init_from'] or settings['tokenizer']}`. "
         f"The model read {row['tokens']:,} tokens{size} (content key `{text['key']}`).\n"
     )
 

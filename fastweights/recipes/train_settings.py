@@ -20,6 +20,9 @@ class TrainingRun:
     """Train a language model on text. Start from a preset with --preset NAME, and change any part of it.
 
     Interrupt it as you like: the same command goes on where it stopped.
+
+    Raises:
+        ValueError: from the constructor, for settings that cannot be met.
     """
 
     preset: str = "none"
@@ -27,6 +30,10 @@ class TrainingRun:
     mixer: str = "kla+ccq"
     """`write[+read]` or `softmax`. `kla+ccq:ccq_strength=learned` sets an option, `kla+ccq,softmax` alternates layers."""
     model: ModelSize = field(default_factory=lambda: SIZES["5m"])
+    init_from: str = ""
+    """Fine-tune: folder or hub's name of a model of ours to start from. Mixer, shape and tokenizer are then its own."""
+    lora_rank: int = 0
+    """Rank of the low-rank adapters that are trained in place of the weights of `init_from`, which needs peft; 0 trains all weights."""
     data: tuple[str, ...] = ("stdlib",)
     """Files, folders, parquet or jsonl (`text`), or `stdlib`: Python's own source. Streamed from the hub: `fineweb-edu`, `slimpajama`,
     `hub:OWNER/NAME[:CONFIG]`. A mixture: `english:0.8 stdlib:0.2`, shares of the windows."""
@@ -53,6 +60,12 @@ class TrainingRun:
     """Remove what an earlier run left in the folder, and start over."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank={self.lora_rank} is negative")
+        if self.lora_rank and not self.init_from:
+            raise ValueError(f"lora_rank={self.lora_rank} adapts a trained model: give init_from")
 
     @property
     def loggers(self) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ SPIKE_STEPS = 100
 Logs = dict[str, Any]
 """Numbers by name."""
 OnStep = Callable[[int, Logs], None]
+Model = Any
+"""A `PreTrainedModel`, or a `PeftModel` around one, which is none."""
 
 
 class Training(NamedTuple):
@@ -56,7 +58,7 @@ class Training(NamedTuple):
 
 
 def train(
-    model: PreTrainedModel,
+    model: Model,
     text: Corpus | Stream,
     settings: TrainSettings,
     *,
@@ -116,7 +118,7 @@ class PackedTrainer(transformers.Trainer):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Model,
         text: Corpus | Stream,
         settings: TrainSettings,
         *,
@@ -286,9 +288,9 @@ class PackedTrainer(transformers.Trainer):
         self._began = time.perf_counter() - self._logged_at
 
 
-def input_names(model: PreTrainedModel) -> list[str]:
+def input_names(model: Model) -> list[str]:
     """Which parts of a `PackedRow` a model is given: borders as `cu_seqlens` where its forward names them, else as `position_ids`."""
-    borders = "cu_seqlens" if "cu_seqlens" in inspect.signature(model.forward).parameters else "position_ids"
+    borders = "cu_seqlens" if "cu_seqlens" in inspect.signature(_inside(model).forward).parameters else "position_ids"
     return ["input_ids", "labels", borders]
 
 
@@ -297,9 +299,14 @@ def _only_row(names: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: rows[0][name] for name in names}
 
 
-def _loses_without_logits(model: PreTrainedModel) -> bool:
+def _inside(model: Model) -> PreTrainedModel:
+    """The model that adapters were put into."""
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+
+def _loses_without_logits(model: Model) -> bool:
     """Can the model's forward give a loss without all logits? Ours can; others would cut the loss to the logits that are kept."""
-    return isinstance(model, FastWeightsForCausalLM)
+    return isinstance(_inside(model), FastWeightsForCausalLM)
 
 
 def _not_finite(model: nn.Module) -> str:

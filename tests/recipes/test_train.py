@@ -152,7 +152,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_any_work(small, monkey
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in ("wandb", "trackio") else real(name, *rest))
     for name in ("wandb", "trackio"):
-        with pytest.raises(ValueError, match=f"{name}=True: the package {name} is not installed: pip install {name}"):
+        with pytest.raises(ValueError, match=f"{name} is not installed: pip install {name}"):
             plan_training(small(**{name: True}))
     assert not (tmp_path / "run").exists()
 
@@ -189,3 +189,53 @@ def test_shares_of_a_mixture(text, tmp_path, monkeypatch):
 def test_a_text_too_short_to_validate_on_is_refused_before_training(small, tmp_path):
     with pytest.raises(ValueError, match="the validation text is too short for longest=4096 windows"):
         plan_training(small(evaluate=EvaluateSettings(longest=4096)))
+
+
+@pytest.mark.full
+def test_fine_tuning_starts_from_the_model(small, tmp_path):
+    run(small("base", train=dataclasses.replace(TRAIN, steps=40)))
+    base = str(tmp_path / "base/model")
+    row, _ = run(small("tuned", init_from=base, mixer="gla"))  # mixer and shape are the model's
+    first = curve(tmp_path / "tuned")[0]["loss"]
+    assert first < curve(tmp_path / "base")[0]["loss"] - 1
+    assert row["mixer"] == "kla+ccq" and base in (tmp_path / "tuned/model/README.md").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # which peft 0.21 still asks for
+def test_low_rank_adapters(small, tmp_path, monkeypatch):
+    """Interrupted and resumed too: the rest of the weights is as it was, the folder is the base with the adapters merged."""
+    peft = pytest.importorskip("peft")
+    run(small("base"))
+    base = str(tmp_path / "base/model")
+    settings = small(init_from=base, lora_rank=2, train=dataclasses.replace(TRAIN, learning_rate=1e-2))
+    straight, _ = run(dataclasses.replace(settings, out=tmp_path / "straight"))
+
+    def interrupt(file, rows):
+        append_rows(file, rows)
+        if rows[0]["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(recipe, "append_rows", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(settings)
+    monkeypatch.setattr(recipe, "append_rows", append_rows)
+    row, _ = run(settings)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight") and row["validation"] == straight["validation"]
+
+    before, after = (load_file(folder / "model/model.safetensors") for folder in (tmp_path / "base", tmp_path / "run"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[-2] for name in changed} == {"qkv_proj", "gate_proj", "out_proj", "up_proj", "down_proj"}
+    for name in changed:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2
+    ids = torch.arange(20)[None]
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run/adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_need_a_model_to_adapt(small):
+    with pytest.raises(ValueError, match="lora_rank=4 adapts a trained model: give init_from"):
+        small(lora_rank=4)
+    with pytest.raises(ValueError, match="lora_rank=-1 is negative"):
+        small(lora_rank=-1)
