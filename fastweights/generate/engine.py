@@ -166,7 +166,7 @@ class Engine:
         reading = self._reading(tokens, after)
         while reading.at_chunks_end:
             reading.go_on()
-            on_progress(len(tokens) - len(reading.left), len(tokens))
+            on_progress(len(tokens) - reading.remaining, len(tokens))
         states, read, pending = reading.states, reading.read, tuple(reading.left)
         if self.prefixes.capacity and after is None:
             reading.go_on()

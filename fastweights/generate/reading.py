@@ -36,9 +36,14 @@ class Reading:
         return self.tokens[self._at :]
 
     @property
+    def remaining(self) -> int:
+        """How many those are."""
+        return len(self.tokens) - self._at
+
+    @property
     def piece(self) -> int:
         """How long the next piece is: to the end of its chunk, or to the last token but one."""
-        return min(self.chunk - self.read % self.chunk, len(self.tokens) - self._at - 1)
+        return min(self.chunk - self.read % self.chunk, self.remaining - 1)
 
     @property
     def at_chunks_end(self) -> bool:

@@ -22,15 +22,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fastweights.layers import mixer_options
 from fastweights.layers.softmax import SoftmaxState
-from fastweights.models import FastWeightsForCausalLM
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.models.cache import LayerState
 from fastweights.notation import CCQState, MemoryState
 
 FORMAT = "fastweights snapshot"
 FORMAT_VERSION = "1"
-NOT_THE_MODEL = ("backend", "use_cache", "format_version", "transformers_version", "dtype", "architectures", "auto_map", "_name_or_path")
-"""Fields of a configuration that change nothing about what a state means; nor does any that ends in ``_token_id``."""
+NOT_THE_MODEL = ("attribute_map", "keys_to_ignore_at_inference", "initializer_range", "backend", "use_cache", "format_version")
+"""Annotations of the configuration that change nothing about what a state means; nor does one that ends in ``_token_id``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +112,11 @@ def seen_tokens(model: FastWeightsForCausalLM, tokens: Sequence[int], after: Sna
 
 def model_fingerprint(model: FastWeightsForCausalLM) -> str:
     """SHA-256 of the configuration, where it matters, and of every weight. Reads all weights once."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_THE_MODEL and not name.endswith("_token_id")}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    names = {name for name in FastWeightsConfig.__annotations__ if not name.startswith("_") and not name.endswith("_token_id")}
+    for mixer in set(model.config.mixers) - {"softmax"}:
+        names |= mixer_options(mixer).keys()
+    config = {name: getattr(model.config, name) for name in names - set(NOT_THE_MODEL)}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     _hash_tensors(digest, sorted(model.named_parameters()))
     return digest.hexdigest()
 

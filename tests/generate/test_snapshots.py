@@ -126,6 +126,9 @@ def test_another_models_snapshot_is_refused(tmp_path):
             decoder.remember([1], after=snapshot)
     same = tiny_model(mixer="kla+ccq")
     assert Engine(same).submit([1], greedy(3), after=snapshot).result().finish_reason == "length"
+    assert Engine(tiny_model(mixer="kla+ccq", backend="torch", eos_token_id=3)).fingerprint == snapshot.fingerprint
+    for arguments in ({"norm_eps": 1e-4}, {"eta_max": 1.5}, {"ccq_strength": "learned"}):
+        assert Engine(tiny_model(mixer="kla+ccq", **arguments)).fingerprint != snapshot.fingerprint
     with torch.no_grad():
         next(same.parameters())[0, 0] += 1e-3
     assert Engine(same).fingerprint != snapshot.fingerprint
