@@ -114,7 +114,11 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 class PackedTrainer(transformers.Trainer):
-    """transformers' Trainer fed with packed rows, which stops at the first number that is not finite."""
+    """transformers' Trainer fed with packed rows, which stops at the first number that is not finite.
+
+    Raises:
+        ValueError: a step cannot be shared out by whole windows over the ranks.
+    """
 
     def __init__(
         self,
@@ -157,8 +161,14 @@ class PackedTrainer(transformers.Trainer):
             ddp_find_unused_parameters=False,  # there are none, and looking for them takes time at every step
         )
         self.settings = settings
-        windows = settings.batch_tokens // (settings.sequence_length * settings.accumulation * arguments.world_size)
-        self.place_of = {"rank": arguments.process_index, "ranks": arguments.world_size}
+        ranks = arguments.world_size
+        windows, rest = divmod(settings.batch_tokens, settings.sequence_length * settings.accumulation * ranks)
+        if rest:
+            raise ValueError(
+                f"batch_tokens={settings.batch_tokens} is not a whole number of windows of sequence_length={settings.sequence_length} in "
+                f"each of accumulation={settings.accumulation} pieces on each of {ranks} ranks"
+            )
+        self.place_of = {"rank": arguments.process_index, "ranks": ranks}
         cut = {"sequence_length": settings.sequence_length, "windows": windows, "seed": seed, **self.place_of}
         self.batches: PackedBatches | StreamRows
         if isinstance(text, Corpus):

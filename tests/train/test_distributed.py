@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from fastweights.cli import main
 from fastweights.records import read_rows
-from tests.train.two_processes import Run, in_two_processes, train_each
+from fastweights.train.trainer import train
+from tests.train.two_processes import SETTINGS, Run, in_two_processes, train_each
 
 pytestmark = pytest.mark.full
 
@@ -58,6 +60,13 @@ def test_a_run_goes_on_in_another_number_of_processes(texts, tmp_path):
     assert [second[0]["steps"], second[1]["steps"]] == [[3, 4, 5]] * 2 and not second[0]["finished"] and last["finished"]
     assert fed_by_step([first]) + fed_by_step(second) + fed_by_step([last]) == fed_by_step([straight])
     assert_same_training([last], straight, steps=8)
+
+
+def test_a_step_that_cannot_be_shared_out(corpus, llama, tmp_path, monkeypatch):
+    """Three ranks would quietly leave out two of eight windows."""
+    monkeypatch.setattr(TrainingArguments, "world_size", 3)
+    with pytest.raises(ValueError, match=r"batch_tokens=128 is not a whole number of windows of sequence_length=16 .* on each of 3 ranks"):
+        train(llama(), corpus, SETTINGS, folder=tmp_path)
 
 
 def test_the_command_under_torchrun(texts, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastweights.models import FastWeightsForCausalLM
+from fastweights.models import FastWeightsForCausalLM, parameter_groups
 from fastweights.precision import float32_parameters
 from fastweights.train.sharding import initialize_
 from tests.models.tiny import error
@@ -39,6 +39,7 @@ def test_born_sharded_is_born_whole_bit_for_bit(steps):
     for ranks in steps[0]:
         for rank in ranks:
             assert all(share == 0.5 for share in rank["shares"].values())
+            assert rank["decays"] == parameter_groups(model)[0]["param_names"]
             assert rank["weights"].keys() == dict(model.named_parameters()).keys()
             assert all(torch.equal(rank["weights"][name], p) for name, p in model.named_parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fastweights.models import FastWeightsCache, FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.models import FastWeightsCache, FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
 from fastweights.notation import MemoryState
 from fastweights.train.corpus import load_corpus
 from fastweights.train.presets import TrainSettings
@@ -103,6 +103,7 @@ def sharded_step(dtype: torch.dtype, recompute: bool, saved: Path | None) -> dic
     initialize_(model, "cpu", seed=3)
     weights = whole(model.named_parameters())
     shares = {name: p.to_local().numel() / p.numel() for name, p in model.named_parameters()}
+    decays = parameter_groups(model)[0]["param_names"]
     if recompute:
         model.gradient_checkpointing_enable()
     seen = {}
@@ -127,7 +128,15 @@ def sharded_step(dtype: torch.dtype, recompute: bool, saved: Path | None) -> dic
         cache = FastWeightsCache(model.config)
         for piece in ROWS[0]["tokens"][None].split(12, dim=1):
             model.eval()(piece, cache=cache)
-    return {"weights": weights, "shares": shares, "seen": seen, "gradients": gradients, "after": after, "loss": loss.item()}
+    return {
+        "weights": weights,
+        "shares": shares,
+        "seen": seen,
+        "gradients": gradients,
+        "after": after,
+        "loss": loss.item(),
+        "decays": decays,
+    }
 
 
 def whole(parameters) -> dict[str, torch.Tensor]:
