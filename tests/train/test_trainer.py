@@ -229,3 +229,17 @@ def test_large_logits_are_never_whole(corpus, tmp_path, monkeypatch):
         curves.append([entry["loss"] for entry in training.history])
         assert max(seen) == (1600 if most > 1 else 1024)
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.compile
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")  # of the compiler's and transformers' own, about this machine
+def test_a_compiled_model_trains_alike(corpus, tmp_path):
+    curves = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        kla = FastWeightsForCausalLM(FastWeightsConfig(mixer="kla", **SMALL))
+        settings = dataclasses.replace(SETTINGS, steps=4, compile=compiled)
+        curves.append([entry["loss"] for entry in train(kla, corpus, settings, folder=tmp_path / str(compiled)).history])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
