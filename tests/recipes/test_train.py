@@ -86,7 +86,8 @@ def test_a_run_leaves_a_folder_that_says_all(small, tmp_path):
     assert card.count("\n| ") == 1 + len(row["lengths"])  # a head, and a line a length
 
 
-@pytest.mark.parametrize("text_of", ["files", pytest.param("mixture", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("text_of", ["files", "mixture"])
 def test_interrupted_and_resumed_leaves_no_trace(small, tmp_path, monkeypatch, text, text_of):
     """By the same command, twice, between checkpoints too; and rows that a kill left behind its last checkpoint are not there twice."""
     if text_of == "mixture":
@@ -120,6 +121,7 @@ def test_interrupted_and_resumed_leaves_no_trace(small, tmp_path, monkeypatch, t
         assert torch.equal(tensor, load_file(tmp_path / "run/model/model.safetensors")[name]), name
 
 
+@pytest.mark.full
 def test_a_finished_run_is_only_told_of_and_other_measurements_only_measure(small, tmp_path):
     row, _ = run(small())
     written = (tmp_path / "run/model/model.safetensors").stat().st_mtime_ns
@@ -131,6 +133,7 @@ def test_a_finished_run_is_only_told_of_and_other_measurements_only_measure(smal
     assert (tmp_path / "run/model/model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.full
 def test_a_folder_of_other_settings_is_refused_by_name_and_restart_removes_it(small, tmp_path, text):
     run(small())
     (tmp_path / "run/notes.txt").write_text("mine")
@@ -239,3 +242,11 @@ def test_adapters_need_a_model_to_adapt(small):
         small(lora_rank=4)
     with pytest.raises(ValueError, match="lora_rank=-1 is negative"):
         small(lora_rank=-1)
+
+
+def test_a_run_of_other_settings_is_refused_before_any_work(small, tmp_path):
+    job = plan_training(small())
+    recipe._write_settings(job)
+    with pytest.raises(ValueError, match=r"holds a run of other settings: seed was 0, is 1\. Give another --out, or --restart"):
+        plan_training(small(seed=1))
+    plan_training(small(seed=1, restart=True))

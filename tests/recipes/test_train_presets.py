@@ -45,6 +45,7 @@ def test_what_the_issue_names_is_there():
     assert all(flat(preset.run) for preset in PRESETS.values())
 
 
+@pytest.mark.full
 def test_presets_of_one_size_have_equal_parameters():
     """To 0.1 % of the kla model's; and each width is the one that its rule gives."""
     for name in PRESETS:
@@ -77,6 +78,7 @@ def test_a_size_is_about_what_it_says(size, parameters):
     assert count(f"kla-{size}") == pytest.approx(parameters, rel=0.03)
 
 
+@pytest.mark.full
 def test_equal_state_is_equal_state():
     for size in ("0.4b", "500m", "1.3b"):
         plain = state_size(f"kla-{size}")

@@ -119,6 +119,7 @@ def test_ranks_read_apart(folder):
     assert first != second
 
 
+@pytest.mark.full
 def test_weights_are_shares_of_the_windows(tmp_path):
     corpora = []
     for letter in "ab":
@@ -131,6 +132,7 @@ def test_weights_are_shares_of_the_windows(tmp_path):
     assert of_a[:1000] != of_a[1000:] and 20 < sum(of_a[:40]) < 40
 
 
+@pytest.mark.full
 def test_a_stopped_training_goes_on_without_a_trace(folder, small_blocks, corpus, llama, tmp_path):
     """Twice, in the middle of documents and blocks, and over the end of an epoch: losses and weights bit for bit."""
     settings = TrainSettings(steps=40, batch_tokens=96, sequence_length=16, accumulation=2, save_every=100, log_every=1, learning_rate=1e-2)

@@ -170,6 +170,7 @@ def test_presets_are_plain_data():
         assert size.hidden_size % size.num_heads == 0
 
 
+@pytest.mark.full
 def test_a_spike_stops_before_the_weights_take_it(run, tmp_path, llama):
     """At step 30 the loss is tenfold: in pieces, by their sum. The checkpoint before it stays, and without the guard it is trained on."""
 
@@ -203,11 +204,13 @@ def test_everything_is_logged_and_the_checkpoint_keeps_the_curve(run, tmp_path):
     assert [entry for entry in state["log_history"] if "loss" in entry] == training.history
 
 
+@pytest.mark.full
 def test_checkpoints_are_kept_by_number(run, tmp_path):
     run(settings=dataclasses.replace(SETTINGS, save_every=2, keep_checkpoints=3))
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
 
 
+@pytest.mark.full
 def test_activation_checkpointing_changes_no_number(run):
     plain, a, _ = run("plain")
     again, b, _ = run("again", settings=dataclasses.replace(SETTINGS, activation_checkpointing=True))
