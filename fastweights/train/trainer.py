@@ -160,6 +160,8 @@ class PackedTrainer(transformers.Trainer):
             dataloader_pin_memory=device != "cpu",
             ddp_find_unused_parameters=False,  # there are none, and looking for them takes time at every step
         )
+        # Where it sees several GPUs and no torchrun, the Trainer would deal one packed row out over all of them, its borders too.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
         self.settings = settings
         ranks = arguments.world_size
         windows, rest = divmod(settings.batch_tokens, settings.sequence_length * settings.accumulation * ranks)

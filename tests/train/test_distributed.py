@@ -1,5 +1,6 @@
 """Training in two processes is training in one: by the Trainer (DDP), and by the command under torchrun."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -11,7 +12,7 @@ from transformers import TrainingArguments
 
 from fastweights.cli import main
 from fastweights.records import read_rows
-from fastweights.train.trainer import train
+from fastweights.train.trainer import PackedTrainer, train
 from tests.train.two_processes import SETTINGS, Run, in_two_processes, train_each
 
 pytestmark = pytest.mark.full
@@ -67,6 +68,23 @@ def test_a_step_that_cannot_be_shared_out(corpus, llama, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 3)
     with pytest.raises(ValueError, match=r"batch_tokens=128 is not a whole number of windows of sequence_length=16 .* on each of 3 ranks"):
         train(llama(), corpus, SETTINGS, folder=tmp_path)
+
+
+def test_one_process_uses_one_of_several_gpus(corpus, llama, tmp_path, monkeypatch):
+    """transformers would wrap the model in DataParallel, which splits every tensor of a batch, cu_seqlens among them."""
+    set_up = TrainingArguments._setup_devices.func
+
+    def see_four(arguments):
+        device = set_up(arguments)
+        arguments._n_gpu = 4
+        return device
+
+    seen = functools.cached_property(see_four)
+    seen.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", seen)
+    assert TrainingArguments(output_dir=str(tmp_path), use_cpu=True).n_gpu == 4
+    trainer = PackedTrainer(llama(), corpus, SETTINGS, folder=tmp_path, seed=0, device="cpu", log_to=(), quiet=True)
+    assert trainer.args.n_gpu == 1 and trainer.args.train_batch_size == 1
 
 
 def test_the_command_under_torchrun(texts, tmp_path, monkeypatch):
