@@ -81,6 +81,8 @@ def plan_training(settings: TrainingRun) -> TrainingJob:
         if importlib.util.find_spec(package) is None:
             off = f", or --no-{package}" if package == "tensorboard" else ""
             raise ValueError(f"{package} is not installed: pip install {package}{off}")
+    if settings.restart and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"restart=True: of several processes one would remove what another has opened; remove {settings.out} first")
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")

@@ -70,6 +70,12 @@ def test_a_step_that_cannot_be_shared_out(corpus, llama, tmp_path, monkeypatch):
         train(llama(), corpus, SETTINGS, folder=tmp_path)
 
 
+def test_several_processes_do_not_restart(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--restart", "--out", str(tmp_path)]) == 2
+    assert f"remove {tmp_path} first" in " ".join(capsys.readouterr().err.split())
+
+
 def test_one_process_uses_one_of_several_gpus(corpus, llama, tmp_path, monkeypatch):
     """transformers would wrap the model in DataParallel, which splits every tensor of a batch, cu_seqlens among them."""
     set_up = TrainingArguments._setup_devices.func
