@@ -19,8 +19,9 @@ from fastweights.evaluate.harness.scores import run_task
 from fastweights.evaluate.harness.tasks import LocalFile, Unavailable, go_offline_if_the_hub_is_out_of_reach, load_task
 from fastweights.evaluate.perplexity import score_lengths
 from fastweights.recipes.evaluate_settings import EvalSettings
-from fastweights.recipes.evaluate_text import HubColumn, tokenise
+from fastweights.recipes.evaluate_text import tokenise
 from fastweights.recipes.task_presets import TASK_PRESETS
+from fastweights.train.hub import HUB, HubText
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -145,11 +146,11 @@ class Curve:
     lengths: tuple[int, ...]
     files: tuple[str, ...] = ()
     """Names in the data folder."""
-    given: str | HubColumn | None = None
+    given: str | HubText | None = None
     """Where else the text is: a source of `read_texts`."""
     group: str = "curves"
 
-    def text(self, settings: EvalSettings) -> str | HubColumn | None:
+    def text(self, settings: EvalSettings) -> str | HubText | None:
         path = find(settings.data, *self.files)
         return str(path) if path else self.given
 
@@ -164,7 +165,7 @@ class Curve:
         if text is None:
             where = f"put {self.files[0]} into {_folder(settings)}" if self.files else "give one by --text"
             raise Unavailable(f"there is no text: {where}")
-        if isinstance(text, HubColumn) or text.startswith("hub:"):
+        if isinstance(text, HubText) or text.startswith(HUB):
             _ask_hub()
         longest = max(self.lengths)
         if settings.max_length is not None and longest > settings.max_length:
@@ -181,7 +182,7 @@ class Curve:
         )
         estimates = ("bits_per_byte", "tail_bits_per_byte")
         points = [score._asdict() | {name: getattr(score, name)._asdict() for name in estimates} for score in curve.lengths]
-        data = {"text": Path(text).name if isinstance(text, str) and not text.startswith("hub:") else str(text), "sha256": found.sha256}
+        data = {"text": Path(text).name if isinstance(text, str) and not text.startswith(HUB) else str(text), "sha256": found.sha256}
         note = "documents shorter than the longest context are joined, in the order of the text" if found.joined else ""
         return {"points": points, "tail": TAIL, "data": data, "note": note}
 

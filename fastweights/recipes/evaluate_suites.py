@@ -9,7 +9,7 @@ from pathlib import Path
 from fastweights.evaluate.harness.needles import Needle
 from fastweights.recipes.evaluate_items import Curve, Item, Language, Needles, Trained
 from fastweights.recipes.evaluate_settings import EvalSettings
-from fastweights.recipes.evaluate_text import HubColumn
+from fastweights.train.hub import HUB, HubText
 
 TEXTS = (
     Language(
@@ -51,8 +51,9 @@ def _files(name: str) -> tuple[str, ...]:
 
 def _ccq_curves() -> list[Curve]:
     long = [("govreport", "gov_report"), ("qmsum", "qmsum"), ("narrativeqa", "narrativeqa"), ("qasper", "qasper")]
-    hub = [(name, HubColumn(LONGBENCH_DATA, config, "test", "context")) for name, config in long]
-    hub += [("codeparrot", HubColumn("codeparrot/codeparrot-clean-valid", None, "train", "content")), ("pg19", HubColumn("emozilla/pg19"))]
+    hub = [(name, HubText(repository=LONGBENCH_DATA, config=config, split="test", column="context")) for name, config in long]
+    hub.append(("codeparrot", HubText(repository="codeparrot/codeparrot-clean-valid", column="content")))
+    hub.append(("pg19", HubText(repository="emozilla/pg19", split="test")))
     also = {"qmsum": ("qmsum_meetings.parquet",)}
     return [Curve(f"curve_{name}", CCQ_LENGTHS, also.get(name, ()) + _files(name), given) for name, given in hub]
 
@@ -117,4 +118,4 @@ def groups_of(items: Sequence[Item]) -> dict[str, list[str]]:
 
 
 def _name_of(text: str) -> str:
-    return HubColumn.parse(text).name.rpartition("/")[2] if text.startswith("hub:") else Path(text).stem or text
+    return HubText.parse(text).repository.rpartition("/")[2] if text.startswith(HUB) else Path(text).stem or text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,35 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.evaluate.harness.tasks import Unavailable, quiet
 from fastweights.train.corpus import encoder
 from fastweights.train.documents import Document, read_documents, source_files
+from fastweights.train.hub import HUB, HubText
 from fastweights.train.tokenizer import document_token_id
-
-HUB = "hub:"
-"""How the name of a data set of the hub begins."""
-
-
-class HubColumn(NamedTuple):
-    """A column of texts in a data set of the hub."""
-
-    name: str
-    config: str | None = None
-    split: str = "test"
-    column: str = "text"
-
-    @classmethod
-    def parse(cls, source: str) -> HubColumn:
-        """`hub:NAME[:CONFIG[:SPLIT[:COLUMN]]]`; an empty part has its default.
-
-        Raises:
-            ValueError: no name, or more parts than there are.
-        """
-        name, *rest = source.removeprefix(HUB).split(":")
-        if not name or len(rest) > 3:
-            raise ValueError(f"{source!r} is not of the form hub:NAME[:CONFIG[:SPLIT[:COLUMN]]]")
-        given = {key: value for key, value in zip(("config", "split", "column"), rest, strict=False) if value}
-        return cls(name, **given)
-
-    def __str__(self) -> str:
-        return HUB + ":".join((self.name, self.config or "", self.split, self.column))
 
 
 @dataclass(frozen=True)
@@ -58,15 +30,15 @@ class TokenisedText:
     """Of the text, so that a result says what it was measured on."""
 
 
-def read_texts(source: str | HubColumn) -> Iterator[Document]:
+def read_texts(source: str | HubText) -> Iterator[Document]:
     """The documents of a source.
 
     Raises:
         Unavailable: it cannot be read or fetched.
     """
     try:
-        if isinstance(source, HubColumn) or source.startswith(HUB):
-            yield from _hub_texts(source if isinstance(source, HubColumn) else HubColumn.parse(source))
+        if isinstance(source, HubText) or source.startswith(HUB):
+            yield from _hub_texts(source if isinstance(source, HubText) else HubText.parse(source, split="test"))
         else:
             for file in source_files([source]):
                 yield from read_documents(file)
@@ -74,7 +46,7 @@ def read_texts(source: str | HubColumn) -> Iterator[Document]:
         raise Unavailable(" ".join(str(error).split())[:300]) from error
 
 
-def tokenise(source: str | HubColumn, tokenizer: PreTrainedTokenizerBase, *, longest: int, tokens: int) -> TokenisedText:
+def tokenise(source: str | HubText, tokenizer: PreTrainedTokenizerBase, *, longest: int, tokens: int) -> TokenisedText:
     """Documents of a source with at least ``longest + 1`` tokens; if those hold fewer than ``tokens``, all are joined to such.
 
     Raises:
@@ -113,15 +85,15 @@ def _joined(found: Sequence[tuple[NDArray, int]], longest: int) -> Iterator[tupl
             pieces, length, size = [], 0, 0
 
 
-def _hub_texts(text: HubColumn) -> Iterator[Document]:
+def _hub_texts(text: HubText) -> Iterator[Document]:
     import datasets
 
     try:
         with quiet():
-            rows = datasets.load_dataset(text.name, text.config, split=text.split)
+            rows = datasets.load_dataset(text.repository, text.config, split=text.split)
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(f"{text} cannot be fetched: {error}") from error
     if text.column not in rows.column_names:
         raise ValueError(f"{text} has no column {text.column!r}; it has {', '.join(rows.column_names)}")
     for number, content in enumerate(rows[text.column]):
-        yield Document(f"{text.name}:{number}", (content or "").encode())
+        yield Document(f"{text.repository}:{number}", (content or "").encode())

@@ -36,7 +36,7 @@ class TrainingRun:
     """Rank of the low-rank adapters that are trained in place of the weights of `init_from`, which needs peft; 0 trains all weights."""
     data: tuple[str, ...] = ("stdlib",)
     """Files, folders, parquet or jsonl (`text`), or `stdlib`: Python's own source. Streamed from the hub: `fineweb-edu`, `slimpajama`,
-    `hub:OWNER/NAME[:CONFIG]`. A mixture: `english:0.8 stdlib:0.2`, shares of the windows."""
+    `hub:NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A mixture: `english:0.8 stdlib:0.2`, shares of the windows."""
     validation: tuple[str, ...] = ()
     """Files to validate on; then `data` is trained on whole. Else a tenth of all files by a hash of each document, and of a data set on
     the hub its validation split or its first 1,000 documents."""

@@ -17,7 +17,7 @@ from fastweights.train.documents import Document
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 
 HUB = "hub:"
-"""What a data set's name begins with where it is not one of `HUB_TEXTS`: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIG`, or a folder's path."""
+"""What a data set's name begins with where it is not one of `HUB_TEXTS`."""
 BLOCK = 1000
 """Documents that are shuffled among each other. Files are read in order: both named data sets come shuffled."""
 HELD_OUT = 1000
@@ -36,6 +36,22 @@ class HubText:
     validation_split: str | None = None
     """None: the first `HELD_OUT` documents of `split` are validated on, and never trained on."""
 
+    @classmethod
+    def parse(cls, source: str, *, split: str = "train") -> HubText:
+        """`hub:NAME[:CONFIG[:SPLIT[:COLUMN]]]`, NAME an `owner/name` or a folder; an empty part has its default, and ``split`` is SPLIT's.
+
+        Raises:
+            ValueError: no name, or more parts than there are.
+        """
+        name, *rest = source.removeprefix(HUB).split(":")
+        if not source.startswith(HUB) or not name or len(rest) > 3:
+            raise ValueError(f"{source!r} is not of the form hub:NAME[:CONFIG[:SPLIT[:COLUMN]]]")
+        given = {key: value for key, value in zip(("config", "split", "column"), rest, strict=False) if value}
+        return cls(repository=name, **{"split": split, **given})
+
+    def __str__(self) -> str:
+        return HUB + ":".join((self.repository, self.config or "", self.split, self.column))
+
 
 HUB_TEXTS = {
     "fineweb-edu": HubText(repository="HuggingFaceFW/fineweb-edu", config="sample-100BT"),
@@ -48,10 +64,7 @@ def hub_text(name: str) -> HubText | None:
     """The data set of a name, or None if the name is not one of the hub's."""
     if name in HUB_TEXTS:
         return HUB_TEXTS[name]
-    if not name.startswith(HUB):
-        return None
-    repository, _, config = name.removeprefix(HUB).partition(":")
-    return HubText(repository=repository, config=config or None)
+    return HubText.parse(name) if name.startswith(HUB) else None
 
 
 def open_split(text: HubText, split: str) -> Any:

@@ -18,9 +18,10 @@ from fastweights.recipes.evaluate import evaluate, group_means, labels, load_sub
 from fastweights.recipes.evaluate_items import Curve, Language, find
 from fastweights.recipes.evaluate_settings import SUITES, EvalSettings
 from fastweights.recipes.evaluate_suites import CCQ_PAPER, LONGBENCH, groups_of, items_of
-from fastweights.recipes.evaluate_text import HubColumn, read_texts, tokenise
+from fastweights.recipes.evaluate_text import read_texts, tokenise
 from fastweights.records import read_rows
 from fastweights.report import write_report
+from fastweights.train.hub import HubText
 from fastweights.train.tokenizer import byte_tokenizer
 from tests.evaluate.rows import LONGBENCH_ROWS, MADE, SENTENCES, kla_ccq, llama, save, write_jsonl, write_rows
 
@@ -181,9 +182,9 @@ def test_any_text_is_a_source(tmp_path, monkeypatch):
         list(read_texts("hub:owner/set"))
     with pytest.raises(Unavailable, match="no file or folder 'nothing'"):
         list(read_texts("nothing"))
-    assert HubColumn.parse("hub:a/b:config") == ("a/b", "config", "test", "text") and str(HubColumn("a/b")) == "hub:a/b::test:text"
+    assert str(HubText.parse("hub:a/b:config", split="test")) == "hub:a/b:config:test:text" == str(HubText.parse("hub:a/b:config:test"))
     with pytest.raises(ValueError, match="is not of the form hub:NAME"):
-        HubColumn.parse("hub:a:b:c:d:e")
+        HubText.parse("hub:a:b:c:d:e")
 
 
 def test_documents_that_are_too_short_are_joined_and_it_is_said(tmp_path):
