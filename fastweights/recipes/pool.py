@@ -148,7 +148,12 @@ def _interrupts(console: Console) -> Iterator[Callable[[], bool]]:
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def handle(kind, frame) -> None:
+        if came.is_set():
+            return
         came.set()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun passes on what a cluster may have sent already, and itself ends the wait
+            console.print("Stopping: each run saves a checkpoint.")
+            return
         console.print("Stopping: each run saves a checkpoint. Again to stop at once.")
         for kind in kinds:
             signal.signal(kind, before[kind])

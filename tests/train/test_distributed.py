@@ -3,14 +3,17 @@
 import functools
 import itertools
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import TrainingArguments
 
 from fastweights.cli import main
+from fastweights.recipes.pool import run_jobs
 from fastweights.records import read_rows
 from fastweights.train.trainer import PackedTrainer, train
 from tests.train.two_processes import SETTINGS, Run, in_two_processes, train_each
@@ -74,6 +77,28 @@ def test_several_processes_do_not_restart(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--restart", "--out", str(tmp_path)]) == 2
     assert f"remove {tmp_path} first" in " ".join(capsys.readouterr().err.split())
+
+
+class SignalledTwice:
+    name = "signalled twice"
+    survived = False
+
+    def run(self, report, should_stop):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            assert should_stop()
+        self.survived = True
+
+
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_under_torchrun_a_signal_may_come_twice(torchrun, monkeypatch):
+    """From the cluster and from torchrun; it is torchrun that stops waiting. Elsewhere a second signal means at once."""
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    job = SignalledTwice()
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([job], processes=1, threads=1, console=Console(quiet=True), on_row=lambda row: None)
+    assert job.survived == torchrun
 
 
 def test_one_process_uses_one_of_several_gpus(corpus, llama, tmp_path, monkeypatch):
