@@ -50,7 +50,7 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	grep -v "^transformers" constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt torch numpy
-	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt "transformers==5.17.*" -e ".[dev]"
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt "transformers==5.17.*" -e ".[cli,train,lora,report,test]"
 	touch $@
 
 clean:
