@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 PACKAGES = ("fastweights", "torch", "triton", "transformers")
 
@@ -86,20 +87,57 @@ def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a JSON-lines file, each flushed to disk whole, so that an interrupted run loses nothing it had finished."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: of two processes, one mends or appends
+        _mend(file)
         for row in rows:
-            file.write(json.dumps(row, sort_keys=True) + "\n")
+            file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; a last line cut short by a kill is dropped. A missing file has no rows."""
+    """The rows of a JSON-lines file; a last line cut short by a kill is dropped. A missing file has no rows.
+
+    Raises:
+        ValueError: another line is no JSON object, or no text.
+    """
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines[:-1] if line.strip()]
-    with contextlib.suppress(json.JSONDecodeError):
-        rows += [json.loads(line) for line in lines[-1:] if line.strip()]
+    *lines, last = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(_row(line))
+            except ValueError as error:
+                raise ValueError(f"{path} is not JSON lines: line {number}: {error}") from None
+    with contextlib.suppress(ValueError):
+        rows += [_row(last)]
     return rows
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is an object, and this is {line[:40]!r}")
+    return row
+
+
+def _mend(file: BinaryIO) -> None:
+    """What a kill left of a last line goes, as `read_rows` drops it, so that the next row does not become a part of it."""
+    if not file.tell():
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read() == b"\n":
+        return
+    file.seek(0)
+    content = file.read()
+    end = content.rfind(b"\n") + 1
+    try:
+        _row(content[end:])
+    except ValueError:
+        file.truncate(end)
+    else:
+        file.write(b"\n")  # all of it but its end
