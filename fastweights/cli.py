@@ -207,12 +207,12 @@ def serve(model: str, /, settings: ServeSettings = ServeSettings()) -> None:  # 
 
 
 def bench(what: What, models: tuple[str, ...] = (), /, settings: BenchSettings = BenchSettings()) -> None:  # noqa: B008, a frozen dataclass
-    """Measure how fast models read prompts (prefill) or write on after them (decode), by length: speed, memory, distance to its floor, growth.
+    """Measure how fast models read prompts (prefill) or write on after them (decode): speed, memory, and how both grow with the length.
 
     Args:
         what: prefill reads prompts up to the first new token; decode writes tokens after contexts.
-        models: folders of saved models, or presets, with random weights. Without any, and without --mixers: kla, kla+ccq, gdn and
-            transformer presets, 5m on a CPU and 0.4b on a GPU.
+        models: folders of saved models, or presets, with random weights. Without any, and without --mixers: kla, kla+ccq, gated_deltanet
+            and softmax, the 0.4b presets on a GPU.
     """
     _need("report")
     from rich.console import Console

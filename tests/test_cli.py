@@ -34,6 +34,7 @@ FLAGS = {
     "inspect": ("--device", "--layers", "--stride", "--needle", "--depth-map", "--lengths", "--depths", "--out"),
     "generate": ("--device", "--prompt", "--prompt-file", "--remember", "--load", "--save", "--speculate", "--temperature", "--stop"),
     "serve": ("--device", "--host", "--port", "--chat-template", "--precision"),
+    "bench": ("--device", "--mixers", "--size", "--lengths", "--batches", "--repeats", "--bandwidth", "--precision", "--out"),
     "report": ("--export", "--out", "--title"),
 }
 

@@ -21,6 +21,30 @@ class Estimate(NamedTuple):
     high: float | None
 
 
+class Growth(NamedTuple):
+    """How a quantity grows with another: by the power ``exponent``, with its standard error and 95 % interval."""
+
+    exponent: float
+    error: float | None
+    low: float | None
+    high: float | None
+
+
+def growth(x: Numbers, y: Numbers) -> Growth:
+    """Of y with x, both positive: the least-squares line through their logarithms. Two points have a line and no spread."""
+    u, v = np.log(np.asarray(x, np.float64)), np.log(np.asarray(y, np.float64))
+    u, v = u - u.mean(), v - v.mean()
+    if not u @ u > 0:
+        raise ValueError(f"a growth needs at least two different places; got {list(x)}")
+    exponent = float(u @ v / (u @ u))
+    if len(u) == 2:
+        return Growth(exponent, None, None, None)
+    left = v - exponent * u
+    error = math.sqrt(float(left @ left) / (len(u) - 2) / float(u @ u))
+    reach = _student_t(len(u) - 2) * error
+    return Growth(exponent, error, exponent - reach, exponent + reach)
+
+
 def mean_estimate(values: Numbers) -> Estimate:
     """Mean of independent observations."""
     return ratio_estimate(values, [1.0] * len(values))

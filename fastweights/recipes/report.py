@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastweights.recipes.bench_results import joined
 from fastweights.recipes.summary import summarise
 from fastweights.recipes.task_compare import standings
 from fastweights.records import provenance, read_rows
@@ -71,7 +72,8 @@ def _of_rows(file: Path, rows: list[Any]) -> list[dict[str, Any]]:
             if row.get("kind") == kind:
                 alike.setdefault(json.dumps(_alike(row), sort_keys=True), {})[row["run"]] = row
         found += [join(list(group.values())) for group in alike.values()]
-    others = [row for row in rows if row.get("kind") not in kinds]
+    found += [one | provenance() for one in joined(row for row in rows if row.get("kind") == "efficiency")]
+    others = [row for row in rows if row.get("kind") not in (*kinds, "efficiency")]
     return found + ([{"kind": "rows", "name": file.name, "rows": others}] if others else [])
 
 

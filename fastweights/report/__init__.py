@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights.report import comparison, evaluation, microscope, rows, tasks
+from fastweights.report import comparison, efficiency, evaluation, microscope, rows, tasks
 from fastweights.report.html import Html, page
 
 Results = Mapping[str, Any]
 SECTIONS: dict[str, Callable[[Results], Sequence[Html]]] = {"comparison": comparison.sections, "task comparison": tasks.sections}
 """What shows results of a kind, each by itself; a new kind is a new line here."""
 TOGETHER: dict[str, Callable[[Sequence[Results]], Sequence[Html]]] = {
+    "efficiency": efficiency.sections,
     "evaluation": evaluation.sections,
     "microscope": microscope.sections,
     "rows": rows.sections,

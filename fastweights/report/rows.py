@@ -27,7 +27,7 @@ def _file(name: str, rows: Sequence[Row]) -> Html:
     parts: list[Html] = []
     for title, group in _groups(rows).items():
         parts += _group(title, group)
-    return section(name, *parts, _sources(rows))
+    return section(name, *parts, sources(rows))
 
 
 def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -91,7 +91,7 @@ def _text(value: Any) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _sources(rows: Sequence[Row]) -> Html:
+def sources(rows: Sequence[Row]) -> Html:
     """Each origin once, with how many rows it made."""
     counts: dict[str, int] = {}
     for row in rows:

@@ -8,6 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fastweights.report.efficiency import GROWTH_COLUMNS, by_length, growth_lines, size
+from fastweights.report.efficiency import number as short
 from fastweights.report.evaluation import lines, point_lines
 from fastweights.report.microscope import COLUMNS, layer_rows, number, real_length
 from fastweights.report.numbers import interval, percent
@@ -124,3 +126,33 @@ def evaluation_table(results: Mapping[str, Any]) -> Table:
     for line in [*lines(results["rows"], [results]), *point_lines(results["rows"])]:
         table.add_row(line.task, line.metric, *(line.cells.get(model, "–") for model in results["models"]), line.samples)
     return table
+
+
+def efficiency_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Times by length, with the state's size; what the longest costs beside the memory's floor; and how times grow."""
+    rows = [row for row in results["rows"] if "failed" not in row]
+    prefill = results["what"] == "prefill"
+    key = ("label",) if prefill else ("label", "path", "batch")
+    title = "Time to the first token (ms) by tokens of the prompt" if prefill else "Tokens a second, all sequences, by tokens of context"
+    tables = []
+    if rows:
+        columns, lines = by_length(rows, lambda row: short(row["ms"] if prefill else row["tokens_per_second"]), key)
+        last = {tuple(str(row[name]) for name in key): row for row in sorted(rows, key=lambda row: row["length"])}
+        ends = ("state", "peak memory") if prefill else ("state", "× floor")
+        speed = _narrow(title)
+        for column in ("model", *key[1:]):
+            speed.add_column(column, no_wrap=True)
+        for column in (*columns, *ends):
+            speed.add_column(column, justify="right", no_wrap=True)
+        for line in lines:
+            row = last[tuple(line[: len(key)])]
+            speed.add_row(*line, size(row["state_bytes"]), size(row["peak_bytes"]) if prefill else f"{row['over_floor']:.3g}")
+        tables.append(speed)
+    if results["growth"]:
+        grown = _narrow("Time as a power of the length: " + ("1 is linear" if prefill else "0 is flat"))
+        for column in GROWTH_COLUMNS:
+            grown.add_column(column, justify="left" if column in ("model", "path") else "right", no_wrap=True)
+        for line in growth_lines(results["growth"]):
+            grown.add_row(*line)
+        tables.append(grown)
+    return tables
