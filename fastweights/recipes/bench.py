@@ -175,7 +175,7 @@ class Measured:
 
 
 def _measure(bench: Bench, group: Sequence[Case], plan: Plan, label: str, console: Console) -> dict[Case, Measured]:
-    """Run the group's cases in turns: prepare all, warm up with the shortest, then round after round."""
+    """Run the group's cases in turns: prepare all, warm up with the shortest, then round after round, there and back."""
     settings = plan.settings
     found = {case: Measured(bench.device) for case in group}
 
@@ -221,7 +221,7 @@ def _measure(bench: Bench, group: Sequence[Case], plan: Plan, label: str, consol
         for number in range(settings.repeats):
             if number and time.monotonic() - start > settings.seconds:
                 break
-            for case in group:
+            for case in reversed(group) if number % 2 else group:  # a load that rises meanwhile must not look like growth
                 attempt(case, time_it)
             bar.advance(task)
     return found

@@ -133,12 +133,16 @@ def efficiency_tables(results: Mapping[str, Any]) -> list[Table]:
     rows = [row for row in results["rows"] if "failed" not in row]
     prefill = results["what"] == "prefill"
     key = ("label",) if prefill else ("label", "path", "batch")
-    title = "Time to the first token (ms) by tokens of the prompt" if prefill else "Tokens a second, all sequences, by tokens of context"
+    title = (
+        "Time to the first token (ms) by tokens of the prompt"
+        if prefill
+        else "Tokens a second in all, by tokens of context; floor: times the memory's"
+    )
     tables = []
     if rows:
         columns, lines = by_length(rows, lambda row: short(row["ms"] if prefill else row["tokens_per_second"]), key)
         last = {tuple(str(row[name]) for name in key): row for row in sorted(rows, key=lambda row: row["length"])}
-        ends = ("state", "peak memory") if prefill else ("state", "× floor")
+        ends = ("state", "peak memory") if prefill else ("state", "floor")
         speed = _narrow(title)
         for column in ("model", *key[1:]):
             speed.add_column(column, no_wrap=True)
