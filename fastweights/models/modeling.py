@@ -267,9 +267,9 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             )
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
-    def prepare_inputs_for_generation(self, *args, tokenizer=None, **kwargs):
+    def prepare_inputs_for_generation(self, *args, inputs_embeds=None, tokenizer=None, **kwargs):  # 5.17 wants to see inputs_embeds here
         """Without the tokenizer that ``generate`` is given for stop strings: transformers passes it on to the model too."""
-        return super().prepare_inputs_for_generation(*args, **kwargs)
+        return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(
