@@ -203,9 +203,9 @@ class Engine:
 
     def _work(self) -> None:
         """One step, by the caller, who holds `turn`."""
-        self._working = True
-        self.turn.release()
         try:
+            self._working = True
+            self.turn.release()  # within `try`: an interrupt is raised behind it, not before
             self._step()
         finally:
             self.turn.acquire()
@@ -233,7 +233,9 @@ class Engine:
 
     def _drop_cancelled(self) -> None:
         for row, request in list(self._active.items()):
-            if request.cancelled:
+            if request.ending is not None:  # an interrupt came before it could leave
+                self._leave(row)
+            elif request.cancelled:
                 self._leave(row, "cancelled")
         with self.turn:
             for queue in (self._waiting, self._again):

@@ -28,11 +28,11 @@ class Lookup:
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            here = len(self._tokens)
+            self._tokens.append(token)  # first, so that an interrupt leaves no run that nothing follows
+            here = len(self._tokens) - 1
             for n in GRAMS:
                 if here >= n:
-                    self._next[tuple(self._tokens[-n:])] = here
-            self._tokens.append(token)
+                    self._next[tuple(self._tokens[here - n : here])] = here
 
     def guess(self, count: int) -> list[int]:
         """``count`` tokens that may come next, or none. Where what followed reaches the end of the text, it goes round."""

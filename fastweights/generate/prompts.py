@@ -19,11 +19,20 @@ def prompt_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, *, beg
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is text, and this engine has no tokenizer; give tokens")
+        check_text(prompt)
         return tokenizer(prompt, add_special_tokens=begins, verbose=False)["input_ids"]
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise ValueError(f"a prompt is text or a list of tokens; got {tokens.dtype} of shape {list(tokens.shape)}")
     return tokens.astype(np.int64).tolist()
+
+
+def check_text(text: str) -> None:
+    """ValueError for half a character, which no tokenizer takes; Python makes them of bytes on the command line that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text cannot be written in UTF-8: {error.reason}, at character {error.start}") from None
 
 
 def check_prompt(tokens: Sequence[int], new: int, before: int, vocabulary: int, max_context: int | None) -> None:

@@ -171,9 +171,10 @@ class Request:
         return piece
 
     def _push(self) -> None:
-        if self._text is not None:
-            self._text.push(self.tokens[self._pushed :])
-        self._pushed = len(self.tokens)
+        while self._pushed < len(self.tokens):
+            if self._text is not None:
+                self._text.push(self.tokens[self._pushed : self._pushed + 1])
+            self._pushed += 1
 
     def _pop(self) -> str:
         self._push()

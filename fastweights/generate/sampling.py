@@ -41,10 +41,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check_count("max_new_tokens", self.max_new_tokens, 1)
-        check_between("repetition_penalty", self.repetition_penalty, 0.0, float("inf"), open_ends=True)
+        check_between("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)  # beyond, logits times it leave float32
         if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3):  # beyond, logits over temperature leave float32
             raise ValueError(f"temperature={self.temperature!r} is neither 0 (greedy) nor in [0.001, 1000]")
-        _check_count("top_k", self.top_k, 0)
+        _check_count("top_k", self.top_k, 0, 2**63 - 1)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r} is not in (0, 1]")
         check_between("min_p", self.min_p, 0.0, 1.0)
@@ -67,6 +67,6 @@ class Sampling:
         return self.temperature == 0 and self.repetition_penalty == 1
 
 
-def _check_count(name: str, value: object, low: int, high: float = float("inf")) -> None:
+def _check_count(name: str, value: object, low: int, high: float | int = float("inf")) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} is not a whole number from {low}{'' if high == float('inf') else f' to {high}'}")

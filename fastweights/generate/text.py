@@ -38,8 +38,9 @@ class TextStream:
         for token in tokens:
             if self.stopped:
                 return
-            self._ids.append(token)
-            text = self._decode(self._ids)
+            ids = [*self._ids, token]
+            text = self._decode(ids)
+            self._ids = ids  # only now, so that an interrupt does not leave a token that comes again
             if not text.endswith(UNFINISHED):
                 self._waited = 0
                 self._hold(text, len(text))

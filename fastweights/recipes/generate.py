@@ -18,6 +18,7 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from fastweights.generate import Completion, Engine, Sampling, Snapshot
+from fastweights.generate.prompts import check_text
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
@@ -51,6 +52,8 @@ def prepare(model: str, settings: GenerateSettings) -> Writer:
     to_remember = None if settings.remember is None else _text(settings.remember)
     if settings.save is not None and not settings.save.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {str(settings.save.absolute().parent)!r} to save {settings.save.name!r} in")
+    if settings.save is not None and settings.save.is_dir():
+        raise ValueError(f"save={str(settings.save)!r} is a folder; give the file to write")
     memory = None if settings.load is None else Snapshot.load(settings.load)
     loaded, tokenizer = load(model, settings)
     config = loaded.config
@@ -120,6 +123,9 @@ def _converse(writer: Writer, console: Console) -> None:
         except KeyboardInterrupt:
             console.print()
             continue
+        except UnicodeDecodeError as error:
+            console.print(f"The conversation ends: this line is not text in UTF-8: {error.reason}.", style="red", highlight=False)
+            return
         try:
             _tell(_answer(writer, line + "\n", console), console)
         except ValueError as error:  # a line too many for max_context ends nothing
@@ -131,13 +137,17 @@ def _answer(writer: Writer, prompt: str, console: Console) -> tuple[Completion, 
     begin = time.perf_counter()
     request = writer.engine.submit(_tokens(writer, prompt), writer.sampling, after=writer.memory, keep=True)
     with _interrupts_cancel(request):
-        for piece in request:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        try:
+            for piece in request:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
     sys.stdout.write("\n")
     sys.stdout.flush()
     completion = request.result()
-    writer.memory = completion.snapshot
+    if completion.snapshot is not None:  # else it was interrupted while the prompt was read, and the memory is what it was
+        writer.memory = completion.snapshot
     return completion, time.perf_counter() - begin
 
 
@@ -164,9 +174,10 @@ def _remember(writer: Writer, text: str, console: Console) -> None:
 
 
 def _tokens(writer: Writer, text: str) -> list[int]:
-    """As documents are laid out in training: the document token, then the text as it is."""
+    """As documents are laid out in training: the document token, then the text as it is; a special token's name in it is just text."""
     assert writer.engine.tokenizer is not None
-    tokens = writer.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    check_text(text)
+    tokens = writer.engine.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return tokens if writer.memory is not None else [document_token_id(writer.engine.tokenizer), *tokens]
 
 

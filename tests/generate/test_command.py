@@ -106,6 +106,52 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(run, folder, monkeypatc
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_answer_that_was_interrupted_before_it_began_leaves_the_memory_as_it_was(run, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    submit = Engine.submit
+
+    def interrupted(self, prompt, *arguments, **keywords):
+        request = submit(self, prompt, *arguments, **keywords)
+        if prompt == list(b"two\n"):
+            request.cancel()
+        return request
+
+    monkeypatch.setattr(Engine, "submit", interrupted)
+    code, out, err = run(folder, "--max-new-tokens", 8, "--save", tmp_path / "mem.fw")
+    one, three = expected(folder, "one\n", "three\n", max_new_tokens=8)
+    assert code == 0 and out == f"{one}\n\n{three}\n" and err.count("ended by cancelled") == 1
+    assert len(Snapshot.load(tmp_path / "mem.fw")) == 1 + 4 + 6 + 2 * 8
+
+
+def test_a_line_that_is_no_text_and_an_answer_that_fails_cost_no_memory(run, folder, monkeypatch, tmp_path):
+    lines = io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\n"), encoding="utf-8")
+    lines._CHUNK_SIZE = 1  # at a terminal, too, a line comes by itself
+    monkeypatch.setattr("sys.stdin", lines)
+    code, _, err = run(folder, "--max-new-tokens", 8, "--save", tmp_path / "mem.fw")
+    assert code == 0 and "not text in UTF-8" in err and len(Snapshot.load(tmp_path / "mem.fw")) == 1 + 4 + 8
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    step, calls = Engine._decode, []
+
+    def fails(self):
+        calls.append(1)
+        if len(calls) == 10:  # within the second answer
+            self.rows.states[0].memory.fill_(float("nan"))
+        step(self)
+
+    monkeypatch.setattr(Engine, "_decode", fails)
+    code, _, err = run(folder, "--max-new-tokens", 8, "--save", tmp_path / "mem.fw")
+    assert code == 0 and err.count("the model failed on this request: the model gave logits that are not finite") == 1
+    assert len(Snapshot.load(tmp_path / "mem.fw")) == 1 + 4 + 6 + 2 * 8
+
+
+def test_the_name_of_a_special_token_in_a_text_is_text(run, folder, tmp_path):
+    """As in training."""
+    (tmp_path / "book.txt").write_text("<|document|>")
+    _, _, err = run(folder, "--remember", tmp_path / "book.txt", "--save", tmp_path / "mem.fw")
+    assert "13 tokens read" in err
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
@@ -122,6 +168,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(run, folder, monkeypatc
         (("{folder}", "--prompt", "x", "--temperature", "-1"), "temperature=-1.0"),
         (("{folder}", "--prompt", "x", "--speculate", "2", "--temperature", "1"), "needs greedy decoding"),
         (("{folder}", "--prompt", "x", "--save", "{tmp}/no/mem.fw"), "there is no folder"),
+        (("{folder}", "--prompt", "x", "--save", "{tmp}"), "is a folder; give the file to write"),
+        (("{folder}", "--prompt", "half a \udcff character"), "cannot be written in UTF-8: surrogates not allowed, at character 7"),
         (("{folder}", "--prompt", "xxxx", "--max-context", "20"), "max_context=20"),
         (("{folder}", "--prompt", "x", "--prefill-chunk", "0"), "prefill_chunk=0"),
     ],

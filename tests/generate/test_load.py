@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastweights.generate import Engine, QueueFull, Sampling
+from fastweights.generate.rows import Rows
 from fastweights.train.tokenizer import byte_tokenizer
 from tests.generate.common import assert_greedy, engine, generated, greedy, model, prompt
 from tests.layers.mixers import tensors_of
@@ -110,6 +111,7 @@ def test_a_failure_while_reading_is_its_own(monkeypatch):
     assert bad.finish_reason == "error" and "out of memory" in str(bad.error) and bad.tokens == ()
     assert_greedy(model(), prompts[0], good, 3)
     assert_greedy(model(), prompts[2], other, 3)
+    decoder.tokenizer = byte_tokenizer()  # a stream has text
     request = decoder.submit([1, 60, 2, 3], greedy(2))
     poisoned(monkeypatch, decoder, lambda ids: True)
     with pytest.raises(RuntimeError, match="the model failed on this request: out of memory"):
@@ -151,6 +153,24 @@ def test_an_interrupt_in_the_middle_of_a_step_loses_nothing(monkeypatch):
     assert [answer.error for answer in answers] == [None] * 3
     for n, answer in enumerate(answers):
         assert answer.tokens == engine().submit(unique(n), Sampling(max_new_tokens=8, temperature=1.0, seed=n)).result().tokens
+
+
+def test_an_interrupt_behind_the_last_token_adds_none(monkeypatch):
+    """It comes while a snapshot is made of the answer."""
+    decoder, take = engine(rows=2), Rows.take
+    request = decoder.submit(prompt(5), greedy(4), keep=True)
+
+    def interrupted(self, row):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rows, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        request.result()
+    assert Rows.take is take
+    answer = request.result()
+    assert_greedy(model(), prompt(5), answer, 4)
+    assert answer.finish_reason == "length" and len(answer.snapshot) == 9 and not decoder.busy
 
 
 def test_logits_that_are_not_finite_are_one_requests_error():

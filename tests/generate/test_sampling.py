@@ -125,6 +125,8 @@ def test_logits_that_are_not_numbers_do_no_harm():
         ({"top_p": 1.2}, "top_p=1.2"),
         ({"min_p": 2}, "min_p=2"),
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty=1e\\+39"),
+        ({"top_k": 2**63}, "top_k=9223372036854775808"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**63}, "seed="),
         ({"stop": "abc"}, "stop='abc'"),
