@@ -124,6 +124,8 @@ def explain(
     backend: str = "auto",
 ) -> str:
     """What `delta` or `decay` (``family``) would run for these operands, and why. Raises as they would."""
+    if family not in ("delta", "decay"):
+        raise ValueError(f"family must be 'delta' or 'decay'; got {family!r} (a write rule's is `WRITE_RULES[name].family`)")
     check_memory(family, q, k, v, coef, cu_seqlens=cu_seqlens)
     form, backend, reason = _choose(family, q, k, v, coef, cu_seqlens, backend)
     return f"{family}: {form} form, {backend} backend: {reason}"

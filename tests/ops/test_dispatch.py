@@ -52,6 +52,11 @@ def test_explain_says_what_and_why(family):
         ops.explain(family, x.q, x.k[:, :1], x.v, x.coef)
 
 
+def test_explain_names_the_families():
+    with pytest.raises(ValueError, match="family must be 'delta' or 'decay'; got 'kla'"):
+        explain("kla", example("delta"))
+
+
 @BOTH
 def test_what_runs_is_what_explain_says(family, monkeypatch):
     ran = []
