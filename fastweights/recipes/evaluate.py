@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import fastweights  # noqa: F401  registers our models with transformers
 from fastweights.evaluate.harness.tasks import Unavailable
+from fastweights.models.loading import load_whole
 from fastweights.recipes.evaluate_items import Item, Row, Subject
 from fastweights.recipes.evaluate_settings import EvalSettings
 from fastweights.recipes.evaluate_suites import groups_of, items_of
@@ -47,7 +48,7 @@ def load_subject(name: str, label: str, settings: EvalSettings) -> Subject:
         raise ValueError(f"{name} holds no config.json: give the folder that save_pretrained wrote")
     transformers.logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=settings.dtype, device_map=device).eval()
+        model = load_whole(AutoModelForCausalLM, name, dtype=settings.dtype, device_map=device)
     finally:
         transformers.logging.enable_progress_bar()
     return Subject(label, name, _fingerprint(folder, model), model, _tokenizer(name, settings))

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.generate import Completion, Engine, Sampling, Snapshot
 from fastweights.generate.prompts import check_text
 from fastweights.models import FastWeightsForCausalLM
+from fastweights.models.loading import load_whole
 from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 
@@ -84,7 +85,7 @@ def load(folder: str, settings: GenerateSettings) -> tuple[FastWeightsForCausalL
         config = transformers.AutoConfig.from_pretrained(folder)
         if config.model_type != "fastweights":
             raise ValueError(f"{folder!r} holds a model of type {config.model_type!r}; this decodes models of fastweights")
-        model = FastWeightsForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = load_whole(FastWeightsForCausalLM, folder, dtype=dtype)
         tokenizer = load_tokenizer(folder)
     except Exception as error:  # safetensors, JSON and transformers each have their own
         first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -92,7 +93,7 @@ def load(folder: str, settings: GenerateSettings) -> tuple[FastWeightsForCausalL
     finally:
         if bars:
             transformers.logging.enable_progress_bar()
-    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+    return model.to(device), tokenizer
 
 
 def run(writer: Writer, console: Console) -> None:

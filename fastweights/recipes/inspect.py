@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from fastweights.evaluate.microscope import STATES, TOKENS, View, inspect_memory
 from fastweights.evaluate.microscope_summary import digits, summarise_view
 from fastweights.evaluate.needle import Needle, find_needle
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.models.loading import load_whole
 from fastweights.recipes.inspect_settings import S_NIAH, InspectSettings
 from fastweights.records import append_rows, provenance, read_rows
 from fastweights.report import write_report
@@ -106,7 +108,7 @@ def load_saved(model: str, device: str) -> tuple[FastWeightsForCausalLM, PreTrai
     if not isinstance(config, FastWeightsConfig):
         raise ValueError(f"{model!r} holds a {config.model_type} model: the microscope looks into fast-weight memories, and it has none")
     logging.disable_progress_bar()
-    loaded = FastWeightsForCausalLM.from_pretrained(model, device_map=device).eval()
+    loaded = load_whole(FastWeightsForCausalLM, model, device_map=device)
     try:
         return loaded, AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -117,10 +119,10 @@ def read_text(text: str) -> tuple[str, str]:
     """(its name, the text) of a file, of which the first document counts, or of words given as they are."""
     if not text:
         return "", ""
-    if len(text) < 4096 and Path(text).expanduser().is_dir():
+    path = Path(os.path.expanduser(text))  # which leaves a ~ that is nobody's home
+    if os.path.isdir(path):
         raise ValueError(f"{text!r} is a folder; give one file of it")
-    if len(text) < 4096 and Path(text).expanduser().is_file():
-        path = Path(text).expanduser()
+    if os.path.isfile(path):  # os.path's, for which a name too long for a file is no file
         document = next(read_documents(SourceFile(path, path.name)), None)
         if document is None or not document.text.strip():
             raise ValueError(f"there is no text in {text!r}")

@@ -162,6 +162,7 @@ def test_the_name_of_a_special_token_in_a_text_is_text(run, folder, tmp_path):
         (("{tmp}/llama", "--prompt", "x"), "holds a model of type 'llama'"),
         (("{tmp}/broken", "--prompt", "x"), "cannot be loaded"),
         (("{tmp}/cut", "--prompt", "x"), "cannot be loaded"),
+        (("{tmp}/deeper", "--prompt", "x"), "lack what its configuration asks for: model.layers.2.mixer.conv.weight and "),
         (("{folder}", "--prompt", "x", "--prompt-file", "y"), "give one"),
         (("{folder}", "--prompt-file", "{tmp}/none.txt"), "No such file"),
         (("{folder}", "--prompt-file", "{tmp}/latin.txt"), "is not text in UTF-8"),
@@ -185,6 +186,9 @@ def test_a_request_that_cannot_be_met_is_one_line(run, folder, tmp_path, argumen
     (tmp_path / "cut").mkdir()
     for file in folder.iterdir():
         (tmp_path / "cut" / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
+    (tmp_path / "deeper").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "deeper" / file.name).write_bytes(file.read_bytes().replace(b'"num_hidden_layers": 2', b'"num_hidden_layers": 3'))
     code, out, err = run(*(argument.format(folder=folder, tmp=tmp_path) for argument in arguments))
     assert code == 2 and out == "" and told in err and "Traceback" not in err
     assert err.startswith("fastweights: ") and len(err.splitlines()) == 1

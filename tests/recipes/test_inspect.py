@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastweights import cli
 from fastweights.recipes import inspect as recipe
-from fastweights.recipes.inspect import prepare, run
+from fastweights.recipes.inspect import prepare, read_text, run
 from fastweights.recipes.inspect_settings import InspectSettings
 from fastweights.records import read_rows
 from fastweights.report.microscope import number
@@ -165,6 +165,11 @@ def test_what_cannot_be_looked_at_is_one_line(saved, text, tmp_path, capsys):
         captured = capsys.readouterr()
         assert code == 2 and told in " ".join((captured.out + captured.err).split()), (arguments, captured)
         assert "Traceback" not in captured.err
+
+
+def test_words_that_no_file_could_be_named_by():
+    for words in ("a few words " * 40, "~nobody and others"):
+        assert read_text(words) == ("words on the command line", words)
 
 
 @pytest.mark.full
