@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.util
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
 
 SETTINGS, METRICS, RESULT, MODEL, ADAPTER = "run.json", "metrics.jsonl", "result.json", "model", "adapter"
+LOCK = ".lock"
 ADAPTED = ["qkv_proj", "gate_proj", "out_proj", "up_proj", "down_proj"]
 """The projections that LoRA adapts; gates, convolutions and norms stay as they are."""
 
@@ -105,9 +108,15 @@ def run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
     """Do what is not done yet; returns what result.json holds.
 
     Raises:
+        ValueError: another process is training in the folder.
         KeyboardInterrupt: interrupted; a checkpoint is saved, and the same call goes on.
         FloatingPointError: a number was not finite, or the loss had a spike; checkpoints stay.
     """
+    with _alone_in(job.folder) if _is_main() else contextlib.nullcontext():
+        return _run_training(job, console)
+
+
+def _run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
     settings, folder = job.settings, job.folder
     if settings.restart and _is_main():
         _forget(folder)
@@ -129,6 +138,18 @@ def run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
         console.print(f"{interval(row['validation']['bits_per_byte'])} bits per byte on text that was not trained on.", highlight=False)
         console.print(f"Model: {folder / MODEL}   Curve: {folder / METRICS}   Result and provenance: {folder / RESULT}", highlight=False)
     return row
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two at once would remove each other's checkpoints while they are written. The lock ends with the process, also by a kill."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is training in {folder}: wait for it, or give another --out") from None
+        yield
 
 
 def _check_validation(settings: TrainingRun, corpus: Corpus) -> None:
@@ -171,7 +192,10 @@ def _refuse_other_settings(job: TrainingJob) -> None:
     file = job.folder / SETTINGS
     if not file.exists():
         return
-    before, now = json.loads(file.read_text())["identity"], _identity(job)
+    try:
+        before, now = dict(json.loads(file.read_text())["identity"]), _identity(job)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged, so the run in it cannot go on: {error!r}. Give another --out, or --restart") from None
     other = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in now | before if before.get(name) != now.get(name)]
     if other:
         raise ValueError(
@@ -275,7 +299,7 @@ def _result(job: TrainingJob, report: Report) -> dict[str, Any]:
         "parameters": job.parameters,
         "text": _text(job),
         "tokens": settings.train.steps * settings.train.batch_tokens,
-        "seconds": curve[-1]["seconds"],
+        "seconds": curve[-1]["seconds"] if curve else None,
         "training": [[row["tokens"], row["loss"] / math.log(2)] for row in curve],
         **measured,
         "sample": sample(model, tokenizer, settings.evaluate, settings.seed),
@@ -289,10 +313,13 @@ def _finished(job: TrainingJob) -> dict[str, Any] | None:
     file = job.folder / RESULT
     if not ((job.folder / MODEL).exists() and file.exists()):
         return None
-    row = json.loads(file.read_text())
     wanted = flat(job.settings)
     asked = [name for name in wanted if name.startswith("evaluate.")]
-    return row if all(row["settings"].get(name) == wanted[name] for name in asked) else None
+    try:
+        row = json.loads(file.read_text())
+        return row if all(row["settings"].get(name) == wanted[name] for name in asked) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # damaged: the model is measured again
 
 
 def _describe(job: TrainingJob, console: Console) -> None:

@@ -51,7 +51,8 @@ def _text(row: dict[str, Any]) -> str:
 def _training(row: dict[str, Any]) -> str:
     names = ("steps", "batch_tokens", "sequence_length", "learning_rate", "final_learning_rate", "warmup", "weight_decay", "betas", "clip")
     settings = ", ".join(f"{name} {row['settings'][f'train.{name}']}" for name in (*names, "precision"))
-    return f"## Training\n\nAdamW, linear warm-up, cosine decay: {settings}; seed {row['seed']}. {row['seconds'] / 60:.0f} minutes.\n"
+    took = "" if row["seconds"] is None else f" {row['seconds'] / 60:.0f} minutes."
+    return f"## Training\n\nAdamW, linear warm-up, cosine decay: {settings}; seed {row['seed']}.{took}\n"
 
 
 def _results(row: dict[str, Any]) -> str:

@@ -125,16 +125,21 @@ def _parquet_texts(path: Path) -> Iterator[bytes]:
         raise ValueError(f"{path} has no column 'text'; it has {', '.join(table.schema_arrow.names)}")
     for batch in table.iter_batches(batch_size=256, columns=["text"]):
         for text in batch.column(0).to_pylist():
+            if not isinstance(text or "", str):
+                raise ValueError(f"{path}: column 'text' holds {type(text).__name__}, not text")
             yield (text or "").encode()
 
 
 def _jsonl_texts(path: Path) -> Iterator[bytes]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {number}: not a JSON object with a key 'text'") from None
-            yield text.encode()
+                text = json.loads(line.decode())["text"]
+                content = b"" if text is None else text.encode()
+            except UnicodeError as error:  # which is a ValueError, as JSON's is
+                raise ValueError(f"{path}, line {number}: not UTF-8 text: {error}") from None
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(f"{path}, line {number}: not a JSON object with a key 'text' that holds text") from None
+            yield content

@@ -356,6 +356,8 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.on_step is not None:
             self.on_step(state.global_step, state.log_history[-1] if state.log_history else {})
+        if state.global_step >= args.max_steps:
+            control.should_log = True  # so that the curve reaches the end, and a short one has a point
         if state.global_step % args.logging_steps == 0 and self._any_rank_should():  # elsewhere, a point of the curve would miss some steps
             control.should_save = control.should_training_stop = True
 

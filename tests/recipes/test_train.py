@@ -86,6 +86,32 @@ def test_a_run_leaves_a_folder_that_says_all(small, tmp_path):
     assert card.count("\n| ") == 1 + len(row["lengths"])  # a head, and a line a length
 
 
+def test_two_at_once_in_one_folder_are_refused(small, tmp_path):
+    """flock is of an opened file, so that one process can play both."""
+    job = plan_training(small())
+    with (
+        recipe._alone_in(job.folder),
+        pytest.raises(ValueError, match=r"another process is training in .*run: wait"),
+    ):
+        run(small())
+    assert not (tmp_path / "run/run.json").exists()
+
+
+@pytest.mark.full
+def test_a_run_of_fewer_steps_than_a_point_of_the_curve(small, tmp_path):
+    row, _ = run(small(train=dataclasses.replace(small().train, steps=3, log_every=2, save_every=2)))
+    assert [r["step"] for r in read_rows(tmp_path / "run/metrics.jsonl")] == [2, 3] and row["seconds"] > 0
+    for damaged in ("", "[]", "{}", '{"settings": '):
+        (tmp_path / "run/result.json").write_text(damaged)
+        (tmp_path / "run/metrics.jsonl").unlink(missing_ok=True)
+        again, _ = run(small(train=dataclasses.replace(small().train, steps=3, log_every=2, save_every=2)))
+        assert again["validation"] == row["validation"] and again["seconds"] is None
+    for damaged in ("", "[]", "{}", '{"identity": '):
+        (tmp_path / "run/run.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"run\.json is damaged"):
+            plan_training(small())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("text_of", ["files", "mixture"])
 def test_interrupted_and_resumed_leaves_no_trace(small, tmp_path, monkeypatch, text, text_of):

@@ -78,6 +78,14 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, load):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"no": "text"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: not a JSON object with a key 'text'"):
         load(tmp_path / "bad.jsonl")
+    for line, told in (
+        (b'{"text": 5}', "holds text"),
+        (b'{"text": "\\ud800"}', "not UTF-8 text: .*surrogates"),
+        (b'{"text": "\xe9"}', "not UTF-8 text"),
+    ):
+        (tmp_path / "bad.jsonl").write_bytes(b'{"text": null}\n' + line)
+        with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: .*{told}"):
+            load(tmp_path / "bad.jsonl")
     assert not any((tmp_path / "cache/corpora").iterdir())
 
 
