@@ -233,10 +233,8 @@ class Engine:
 
     def _drop_cancelled(self) -> None:
         for row, request in list(self._active.items()):
-            if request.ending is not None:  # an interrupt came before it could leave
-                self._leave(row)
-            elif request.cancelled:
-                self._leave(row, "cancelled")
+            if request.cancelled or request.ending:  # it has an ending if an interrupt came before it could leave
+                self._leave(row, request.ending or "cancelled")
         with self.turn:
             for queue in (self._waiting, self._again):
                 for request in [request for request in queue if request.cancelled]:

@@ -49,6 +49,7 @@ class TextStream:
                 self._waited += 1
             else:  # no character is that long: these bytes are none, except perhaps the last three
                 self._hold(text, len(text) - (LONGEST_CHARACTER - 1))
+                self._slide(text)
 
     def pop(self, final: bool = False) -> str:
         """The text that has become certain since the last call; with ``final`` all that there is."""
@@ -74,8 +75,9 @@ class TextStream:
             return
         tail = self._ids[-LONGEST_CHARACTER:]
         short = self._decode(tail)
-        if text.endswith(short):
-            self._ids, self._out = tail, len(short)
+        out = self._out - (len(text) - len(short))
+        if text.endswith(short) and out >= 0:
+            self._ids, self._out = tail, out
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastweights.generate.text import TextStream
+from fastweights.generate.text import WINDOW, TextStream
 from fastweights.train.tokenizer import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -93,3 +93,11 @@ def test_the_end_of_text_is_not_text():
 def test_a_context_that_ends_within_a_character_is_left_alone():
     said, _ = pieces(BYTES, b"\x82\xacx", context=list(b"ab\xe2"))
     assert "".join(said) == BYTES.decode(list(b"\x82\xacx"))
+
+
+def test_bytes_that_are_no_text_are_not_decoded_again_and_again():
+    stream = TextStream(byte_tokenizer())
+    for _ in range(200):
+        stream.push([255])
+        assert len(stream._ids) <= WINDOW
+    assert "".join((stream.pop(), stream.pop(final=True))) == "\ufffd" * 200
