@@ -11,6 +11,7 @@ TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV): two to five minutes, once."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"

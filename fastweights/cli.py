@@ -29,6 +29,9 @@ EXTRAS = {
 }
 """A package or two of each extra, by whose absence a missing extra is told."""
 
+FIRST_PRESET = "kla+ccq-5m"
+"""What `train` does without --preset."""
+
 
 class CannotDo(Exception):
     """What was asked for cannot be met; the message is one line that says why."""
@@ -68,7 +71,8 @@ def compare_on_task(settings: TaskCompareSettings) -> None:
     run_plan(settings, jobs, Console())
 
 
-def train(settings: TrainingRun = preset_run("kla+ccq-5m")) -> None:  # noqa: B008, a frozen dataclass
+def train(settings: TrainingRun = preset_run(FIRST_PRESET)) -> None:  # noqa: B008, a frozen dataclass
+    """Train a language model on text: --preset NAME, and any setting in its place. Interrupt it, and the same command goes on."""
     _need("train")
     from rich.console import Console
 
@@ -81,20 +85,13 @@ def train(settings: TrainingRun = preset_run("kla+ccq-5m")) -> None:  # noqa: B0
         raise CannotDo(error) from error
 
 
-train.__doc__ = f"""Train a language model on text: --preset NAME, and any setting in its place. Interrupt it, and the same command goes on.
-
-Presets: {", ".join(PRESETS)}."""
-
-
 def train_from(arguments: Sequence[str]) -> Callable[..., None]:
-    """`train` with the preset that the arguments name as its defaults."""
-    name = None
+    """`train` with the preset that the arguments name as its defaults; its help has all names."""
+    name = FIRST_PRESET
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, equals, value = argument.partition("=")
         if flag == "--preset":
             name = value if equals else following
-    if name is None:
-        return train
     try:
         run = preset_run(name)
     except ValueError as error:
@@ -103,7 +100,7 @@ def train_from(arguments: Sequence[str]) -> Callable[..., None]:
     def from_preset(settings: TrainingRun = run) -> None:
         train(settings)
 
-    from_preset.__doc__ = train.__doc__
+    from_preset.__doc__ = f"{train.__doc__}\n\nPresets: {', '.join(PRESETS)}."
     return from_preset
 
 
