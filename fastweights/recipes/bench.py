@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.models.loading import load_whole
 from fastweights.recipes.bench_cases import PATHS, Bench, Case, groups, is_out_of_memory
 from fastweights.recipes.bench_memory import (
     Peak,
@@ -282,7 +283,7 @@ def _load(contender: Contender, settings: BenchSettings) -> FastWeightsForCausal
         transformers.logging.disable_progress_bar()
         try:
             dtype = dtypes.get(settings.precision, "auto")
-            return FastWeightsForCausalLM.from_pretrained(contender.folder, dtype=dtype, device_map=settings.device).eval()
+            return load_whole(FastWeightsForCausalLM, str(contender.folder), dtype=dtype, device_map=settings.device)
         finally:
             if bars:
                 transformers.logging.enable_progress_bar()

@@ -25,13 +25,16 @@ def report(files: Sequence[Path], out: Path, *, title: str = "fastweights report
     """
     if not files:
         raise ValueError("no result files were given: results.json or .jsonl files, or folders that hold them")
-    results = [result for file in files for result in load_results(file)]
-    if not export:
-        write_report(results, out, title=title)
-        return [out]
-    with exporting(out.with_name(f"{out.stem}_figures"), tuple(dict.fromkeys(export))) as written:
-        write_report(results, out, title=title)
-    return [out, *written]
+    try:
+        results = [result for file in files for result in load_results(file)]
+        if not export:
+            write_report(results, out, title=title)
+            return [out]
+        with exporting(out.with_name(f"{out.stem}_figures"), tuple(dict.fromkeys(export))) as written:
+            write_report(results, out, title=title)
+        return [out, *written]
+    except KeyError as error:
+        raise ValueError(f"a result in {', '.join(map(str, files))} lacks {error}: it is damaged, or of another version") from error
 
 
 def load_results(file: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.models.loading import load_whole
 from fastweights.recipes.job import Text, measure, sample
 from fastweights.recipes.pool import Report, cores, run_jobs
 from fastweights.recipes.settings import Variant
@@ -256,7 +257,7 @@ def _model(job: TrainingJob) -> Any:
     settings = job.settings
     if not settings.init_from:
         return FastWeightsForCausalLM(job.config)
-    model = FastWeightsForCausalLM.from_pretrained(settings.init_from, dtype=torch.float32)
+    model = load_whole(FastWeightsForCausalLM, settings.init_from, dtype=torch.float32)
     if not settings.lora_rank:
         return model
     import peft

@@ -103,8 +103,9 @@ class TrainSettings:
         for name in ("final_learning_rate", "warmup"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
-        if self.workers < 0:
-            raise ValueError(f"workers={self.workers} is negative")
+        for name in ("workers", "clip", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative")
         if self.spike != 0 and not self.spike > 1:
             raise ValueError(f"spike={self.spike} is neither 0 nor above 1: every other step would be a spike")
         if self.sequence_length < 2:

@@ -34,13 +34,20 @@ def test_the_recorded_files_make_one_page(tmp_path, capsys):
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):
-    for name, content in (("a.json", "{"), ("b.json", '{"kind": "poem"}'), ("c.json", "[1]"), ("d.jsonl", "")):
+    for name, content in (
+        ("a.json", "{"),
+        ("b.json", '{"kind": "poem"}'),
+        ("c.json", "[1]"),
+        ("d.jsonl", ""),
+        ("e.json", '{"kind": "comparison"}'),
+    ):
         (tmp_path / name).write_text(content)
     for name, told in (
         ("a.json", "a.json is not JSON"),
         ("b.json", "holds results of kind 'poem', which nothing shows; known: comparison"),
         ("c.json", "holds results of kind 'list'"),
         ("d.jsonl", "holds no rows"),
+        ("e.json", "it is damaged, or of another version"),
         ("none.json", "no file"),
         ("", "holds neither results.json nor results.jsonl"),
     ):

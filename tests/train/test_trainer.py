@@ -152,6 +152,7 @@ def test_documents_of_a_row_do_not_see_each_other(corpus, llama, tmp_path):
 def test_settings_that_cannot_be_met():
     for bad, message in [
         (dict(steps=0), "steps=0 is not positive"),
+        (dict(clip=-1.0), "clip=-1.0 is negative"),
         (dict(warmup=1.5), "warmup=1.5 is not a share"),
         (dict(sequence_length=1), "leaves nothing to predict"),
         (dict(batch_tokens=100, sequence_length=64), "batch_tokens=100 is not a whole number of windows of sequence_length=64"),
