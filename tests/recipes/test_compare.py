@@ -169,8 +169,8 @@ def test_parameters_are_equal_for_every_mixer_there_is():
 
 
 def test_sizes_are_what_their_names_say():
-    for name, size in SIZES.items():
-        (_, parameters), *_ = equal_parameters([Variant.parse("kla+ccq")], size, 258, {}).values()
+    for name in ("0.3m", "1m", "5m", "25m", "60m", "125m"):  # test_train_presets has those of the papers
+        (_, parameters), *_ = equal_parameters([Variant.parse("kla+ccq")], SIZES[name], 258, {}).values()
         assert parameters / 1e6 == pytest.approx(float(name.removesuffix("m")), rel=0.12)
 
 
