@@ -227,9 +227,11 @@ def test_processes_survive_an_interrupt_and_a_kill(small, tmp_path, how):
     arguments = ["compare", "--mixers", *settings.mixers, "--data", *settings.data, "--out", str(settings.out), "--processes", "2"]
     for part in (settings.change, settings.train, settings.evaluate):
         for name, value in dataclasses.asdict(part).items():
-            if value is not None:
-                values = value if isinstance(value, tuple) else [value]
-                arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                arguments += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
     command = [sys.executable, "-c", "import sys; from fastweights.cli import main; sys.exit(main())", *arguments, "--device", "cpu"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
