@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastweights.notation import CCQState
+from tests.ops.ccq_loop import cast, draw, loop
 from tests.ops.grid import bounds, compare
-from tests.ops.test_ccq import cast, draw, loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,8 +11,8 @@ from fastweights.notation import CCQState
 from fastweights.ops.ccq.query import ccq_query, ccq_step_
 from fastweights.ops.ccq.query_triton import Tiles, ccq_forward, ccq_query_triton
 from fastweights.ops.decay.segments_triton import Tile
+from tests.ops.ccq_loop import cast, differentiate, draw, loop
 from tests.ops.grid import bounds, compare
-from tests.ops.test_ccq import cast, differentiate, draw, loop
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
 

@@ -18,7 +18,7 @@ from fastweights.ops.decay.segments_triton import Tile
 from fastweights.ops.decay.step_triton import decay_step_triton_
 from fastweights.ops.delta.chunk_triton import TILES, chunk_delta_triton
 from fastweights.ops.delta.step_triton import delta_step_triton_
-from tests.ops import test_ccq as ccq_cases
+from tests.ops import ccq_loop
 from tests.ops import test_conv as conv_cases
 from tests.ops.grid import Case, bounds, make, run
 from tests.ops.memcheck import MemoryFault, watched
@@ -91,9 +91,9 @@ def test_decay(decay, warps):
 
 @pytest.mark.parametrize("warps", [pytest.param(4, marks=FULL), 1])
 def test_ccq(warps):
-    x = ccq_cases.draw(T=sum(LENGTHS), B=1, H=1, K=20, dtype=torch.float32, state=True, rows=6) | {"cu_seqlens": bounds(LENGTHS)}
+    x = ccq_loop.draw(T=sum(LENGTHS), B=1, H=1, K=20, dtype=torch.float32, state=True, rows=6) | {"cu_seqlens": bounds(LENGTHS)}
     with watched():
-        found = ccq_cases.differentiate(partial(ccq_query_triton, tiles=Tiles(Tile(16, 16, warps, 1, 32), Tile(16, 16, warps, 1))), x)
+        found = ccq_loop.differentiate(partial(ccq_query_triton, tiles=Tiles(Tile(16, 16, warps, 1, 32), Tile(16, 16, warps, 1))), x)
     finite(found)
 
 
@@ -107,7 +107,7 @@ def test_conv():
 @pytest.mark.parametrize("T", [1, 3])
 def test_steps(T):
     x = make(Case(T=T, K=20, V=40, heads=(2, 4), rows="two", decay="mixed"))
-    c = ccq_cases.draw(T=T, K=20, dtype=torch.float32, state=True)
+    c = ccq_loop.draw(T=T, K=20, dtype=torch.float32, state=True)
     memories, moments = [x.state.clone(), x.state.clone()], type(c["state"])(*(t.clone().contiguous() for t in c["state"]))
     with watched():
         o = delta_step_triton_(x.q, x.k, x.v, x.coef, memories[0])
