@@ -16,7 +16,7 @@ from fastweights import ops
 from fastweights.layers import FastWeightAttention
 from fastweights.models import FastWeightsCache, FastWeightsForCausalLM
 from fastweights.notation import CCQState, Coefficients, MemoryState
-from fastweights.read.base import as_written
+from fastweights.ops.heads import as_written
 from fastweights.read.ccq import CCQ
 
 

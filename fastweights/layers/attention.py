@@ -84,7 +84,6 @@ class FastWeightAttention(nn.Module):
         )
         self.read = READ_RULES[read](self.write, **read_options)
         self.recurrence = {"delta": ops.delta, "decay": ops.decay}[self.write.family]
-        self.recurrence_step_ = {"delta": ops.delta_step_, "decay": ops.decay_step_}[self.write.family]
         self.gate_proj = nn.Linear(hidden_size, self.value_size, bias=False)
         self.norm = RMSNorm(self.head_v_dim, norm_eps)
         self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
@@ -126,8 +125,9 @@ class FastWeightAttention(nn.Module):
         position, place = positions(x, state.place, None)
         qkv, conv = self.conv(self.qkv_proj(x), state=state.conv)
         q, k, v, coef = self._operands(x, qkv, position)
-        q = self.read.step_(q, k, coef, state.read, backend=self.backend)
-        o = self.recurrence_step_(q, k, v, coef, state.memory, scale=self.head_k_dim**-0.5, backend=self.backend)
+        o = self.read.write_and_read_(
+            q, k, v, coef, state.memory, state.read, family=self.write.family, scale=self.head_k_dim**-0.5, backend=self.backend
+        )
         state.place.copy_(place)
         if state.conv is not None:
             state.conv.copy_(conv)

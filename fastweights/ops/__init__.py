@@ -2,6 +2,7 @@
 
 from fastweights.ops.ccq.query import ccq_query, ccq_step_
 from fastweights.ops.conv.causal import causal_conv
+from fastweights.ops.delta.ccq_step import delta_ccq_step_
 from fastweights.ops.dispatch import decay, decay_step_, delta, delta_step_, explain
 from fastweights.ops.functional import decay_memory, delta_memory
 
@@ -13,6 +14,7 @@ __all__ = [
     "decay_memory",
     "decay_step_",
     "delta",
+    "delta_ccq_step_",
     "delta_memory",
     "delta_step_",
     "explain",

@@ -6,7 +6,7 @@ run and has proved right on a card, else torch.
 
 A Triton twin lives in ``ops/<family>/chunk_triton.py`` as ``chunk_<family>_triton`` with the signature of every form, and in
 ``ops/<family>/step_triton.py`` as ``<family>_step_triton_``. Each of the two modules says what its kernels cannot take in
-``why_not(q, k, v, coef) -> str | None``. They are imported when first needed.
+``why_not(q, k, v, coef) -> str | None``, and so does that of `delta_ccq_step_`. They are imported when first needed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 FEW = 4
 """Up to this many tokens the recurrent form is the faster one."""
 
-UNPROVEN = {("decay", "chunk"), ("ccq", "query")}
+UNPROVEN = {("decay", "chunk"), ("ccq", "query"), ("delta", "ccq_step")}
 """Twins whose tests have not all passed on a card yet (docs/kernels.md): they run where they are asked for by name."""
+
+_PACKAGES = {name: importlib.import_module(f"fastweights.ops.{name}") for name in ("delta", "decay", "ccq", "conv")}
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("delta", "reference"): reference_delta,
@@ -123,9 +125,16 @@ def explain(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> str:
-    """What `delta` or `decay` (``family``) would run for these operands, and why. Raises as they would."""
+    """What `delta` or `decay` (``family``) would run for these operands, and why; or "delta_ccq_step_". Raises as they would."""
+    if family == "delta_ccq_step_":
+        check_memory("delta", q, k, v, coef)
+        why_not = why_not_step("delta", "ccq_step", backend, q, k, v, coef)
+        how = "two steps, ccq_step_ and delta_step_" if why_not else "one launch, triton backend"
+        return f"{family}: {how}: {why_not or _why_triton(backend)}"
     if family not in ("delta", "decay"):
-        raise ValueError(f"family must be 'delta' or 'decay'; got {family!r} (a write rule's is `WRITE_RULES[name].family`)")
+        raise ValueError(
+            f"family must be 'delta' or 'decay' (a write rule's is `WRITE_RULES[name].family`), or 'delta_ccq_step_'; got {family!r}"
+        )
     check_memory(family, q, k, v, coef, cu_seqlens=cu_seqlens)
     form, backend, reason = _choose(family, q, k, v, coef, cu_seqlens, backend)
     return f"{family}: {form} form, {backend} backend: {reason}"
@@ -142,10 +151,7 @@ def _run(family, q, k, v, coef, scale, state, cu_seqlens, backend, validate):
 
 def _step(family, q, k, v, coef, state, scale, backend, validate):
     check_memory(family, q, k, v, coef, state=state, validate=validate)
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend of a step must be one of auto, torch, triton; got {backend!r}")
-    why_not = "asked for torch" if backend == "torch" else why_not_triton(family, "step", backend, q, k, v, coef)
-    call = _triton_form(family, "step") if why_not is None else _FORMS[family, "step"]
+    call = _triton_form(family, "step") if why_not_step(family, "step", backend, q, k, v, coef) is None else _FORMS[family, "step"]
     with outside_autocast(q):
         return call(q, k, v, coef, state, scale=scale)
 
@@ -161,10 +167,21 @@ def _choose(family, q, k, v, coef, cu_seqlens, backend) -> tuple[str, str, str]:
     else:
         refusal = why_not_triton(family, "chunk", backend, q, k, v, coef)
         if refusal is None:
-            return "chunk", "triton", "asked for" if backend == "triton" else "its kernels take these operands"
+            return "chunk", "triton", _why_triton(backend)
         why_not = refusal
     few = cu_seqlens is None and q.shape[1] <= FEW
     return ("recurrent" if few else "chunk"), "torch", why_not
+
+
+def _why_triton(backend: str) -> str:
+    return "asked for" if backend == "triton" else "its kernels take these operands"
+
+
+def why_not_step(family: str, form: str, backend: str, *operands: Any) -> str | None:
+    """`why_not_triton` for a step, which has no reference backend."""
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend of a step must be one of auto, torch, triton; got {backend!r}")
+    return "torch was asked for" if backend == "torch" else why_not_triton(family, form, backend, *operands)
 
 
 def why_not_triton(family: str, form: str, backend: str, *operands: Any) -> str | None:
@@ -192,13 +209,20 @@ def _triton_form(family: str, form: str) -> Callable[..., Any]:
 
 def twin(family: str, form: str) -> ModuleType | str:
     """The module of the Triton twin, or why there is none."""
+    missing = _import_twin(family, form)
+    return getattr(_PACKAGES[family], f"{form}_triton") if missing is None else missing
+
+
+def _import_twin(family: str, form: str) -> str | None:
+    """Makes the twin an attribute of its package, where torch.compile can find it; or says why there is none."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     module = f"fastweights.ops.{family}.{form}_triton"
     if importlib.util.find_spec(module) is None:
         return f"{form}_{family} has no Triton twin yet"
-    return importlib.import_module(module)
+    importlib.import_module(module)
+    return None
 
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo, and with it Triton, for everyone who imports us.
-twin._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_import_twin._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,6 +23,11 @@ def per_own_head(x: Tensor, heads: int, dim: int = 2) -> Tensor:
     return x if x.shape[dim] == heads else x.unflatten(dim, (heads, -1)).sum(dim + 1)
 
 
+def as_written(k: Tensor, coef: Coefficients) -> Tensor:
+    """k̂ = key_scale·k, in k's dtype ``[B, T, Hk, K]``; the scale is per key head."""
+    return k if coef.key_scale is None else (k * coef.key_scale.unsqueeze(-1)).to(k.dtype)
+
+
 def scaled(q: Tensor, k: Tensor, v: Tensor, coef: Coefficients, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """scale·q̂, k̂, v̂ ``[B, T, Hv, …]`` in the working precision."""
     dtype, heads = working_dtype(q), v.shape[2]

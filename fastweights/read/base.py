@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
-from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, Query
+from fastweights import ops
+from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, Memory, Query, Value
 from fastweights.options import build_options
 from fastweights.precision import Float32Module
 
@@ -59,10 +59,22 @@ class ReadRule(Float32Module):
         """`forward` for a few tokens, for inference: overwrites the tensors of ``state``; no gradients."""
         raise NotImplementedError
 
+    def write_and_read_(
+        self,
+        q: Query,
+        k: Key,
+        v: Value,
+        coef: Coefficients,
+        memory: Memory,
+        state: CCQState | None,
+        *,
+        family: str,
+        scale: float,
+        backend: str = "auto",
+    ) -> Value:
+        """A few tokens of the write rule's ``family`` read with `step_`, for inference: overwrites ``memory`` and ``state``; returns o."""
+        q = self.step_(q, k, coef, state, backend=backend)
+        return {"delta": ops.delta_step_, "decay": ops.decay_step_}[family](q, k, v, coef, memory, scale=scale, backend=backend)
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
-
-
-def as_written(k: Key, coef: Coefficients) -> Tensor:
-    """k̂ = key_scale·k, in k's dtype ``[B, T, Hk, K]``."""
-    return k if coef.key_scale is None else (k * coef.key_scale.unsqueeze(-1)).to(k.dtype)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from fastweights import ops
 from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, PerHead, Query
+from fastweights.ops.heads import as_written
 from fastweights.options import check_between, check_choice
 from fastweights.precision import at_least_float32
-from fastweights.read.base import ReadRule, Write, as_written
+from fastweights.read.base import ReadRule, Write
 
 
 class CCQ(ReadRule):
@@ -122,6 +123,24 @@ class CCQ(ReadRule):
     def step_(self, q, k, coef: Coefficients, state, *, backend="auto") -> Tensor:
         k, lam, log_decay = self.operands(q, k, coef)
         return ops.ccq_step_(q, k, lam, state, log_decay=log_decay, unit_keys=self.unit_keys, eps=self.options.eps, backend=backend)
+
+    def write_and_read_(self, q, k, v, coef: Coefficients, memory, state, *, family, scale, backend="auto") -> Tensor:
+        if family != "delta":
+            return super().write_and_read_(q, k, v, coef, memory, state, family=family, scale=scale, backend=backend)
+        return ops.delta_ccq_step_(
+            q,
+            k,
+            v,
+            coef,
+            self.strength(q, coef.query_scale),
+            memory,
+            state,
+            forget=self.options.forget == "memory",
+            unit_keys=self.unit_keys,
+            eps=self.options.eps,
+            scale=scale,
+            backend=backend,
+        )
 
     def trace(self, k: Key, log_decay: PerHead | None, state: CCQState | None = None, cu_seqlens: CuSeqlens | None = None) -> PerHead:
         """tr Σ_t = mean of ‖k‖² − ‖mean of k‖², ``[B, T, Hk]``, for the keys and log_decay of `operands`, after ``state``.

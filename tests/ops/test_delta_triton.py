@@ -18,7 +18,7 @@ from fastweights.ops.delta.chunk_forward_triton import Tiles, segment_size
 from fastweights.ops.delta.chunk_triton import chunk_delta_triton, delta_forward
 from fastweights.ops.delta.recurrent import recurrent_delta
 from fastweights.ops.delta.step_triton import delta_step_triton_
-from fastweights.ops.dispatch import delta, explain
+from fastweights.ops.dispatch import delta, delta_step_, explain
 from fastweights.ops.reference import reference_delta
 from fastweights.ops.tiles_triton import cut, unit_lower_inverse
 from tests.ops.grid import DELTA, Case, check, compare, make, run, sample
@@ -133,6 +133,19 @@ def test_compiles_into_one_graph():
     state, same = x.state.clone(), x.state.clone()
     assert torch.equal(step(x.q, x.k, x.v, x.coef, state), delta_step_triton_(x.q, x.k, x.v, x.coef, same))
     assert torch.equal(state, same) and not torch.equal(state, x.state)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("op, T", [(delta, 20), (delta_step_, 1)])
+def test_compiles_through_dispatch(op, T):
+    """A twin that dispatch imports while the compiler traces is in the graph, whether or not it was imported before."""
+    x = make(Case(T=T, K=16, V=16, heads=(1, 2)))
+
+    def call(state):
+        return op(x.q, x.k, x.v, x.coef, state=state, backend="triton")
+
+    eager, graph = call(x.state.clone()), torch.compile(call, fullgraph=True, backend="aot_eager")(x.state.clone())
+    assert torch.equal(torch.cat([*map(torch.flatten, eager)]), torch.cat([*map(torch.flatten, graph)]))
 
 
 @pytest.mark.parametrize("T", [1, 3])

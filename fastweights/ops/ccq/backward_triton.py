@@ -33,6 +33,7 @@ from fastweights.ops.decay.segments_triton import (
     store_numbers,
     store_tile,
 )
+from fastweights.ops.launch_triton import compiled_together, launch
 from fastweights.ops.tiles_triton import padded
 
 
@@ -151,6 +152,7 @@ def key_kernel(
         store_tile(dk, found, start, end, H * K, column, K, C, BV)
 
 
+@compiled_together
 def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: Moments, T: int, cut: Segments, walk: Tile, collect: Tile):
     """Gradients of q, k, lam, key_scale (None if not given), and N, r, κ before the first token of each row."""
     H, K = k.shape[2:]
@@ -159,7 +161,8 @@ def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: 
     DOT, precision = dot_type(keys.x.dtype)
     common = dict(K=K, DOT=DOT, PRECISION=precision)
     sizes = (cut.table, T, cut.length, H)
-    pair_kernel[(cut.number * H,)](
+    launch(
+        pair_kernel, (cut.number * H,),
         q, e, keys.point, final.mean, strength, rho, eps, dlam, N, r, kappa, *sizes, q.stride(1),
         **common, C=collect.chunk, BK=padded(K), STAGES=collect.stages, num_warps=collect.warps,
     )  # fmt: skip
@@ -167,11 +170,12 @@ def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: 
     first_N = scan(N, torch.zeros_like(kappa), dcovariance, T, cut, reverse=True)
     first_r = torch.zeros_like(final.mean) if dmean is None else -dmean / final.weight.clamp(min=1e-30).unsqueeze(-1)
     first_kappa = torch.zeros_like(final.weight) if dweight is None else dweight.clone()
-    vector_scan_kernel[(cut.rows * H,)](r, kappa, first_r, first_kappa, cut.first, T, cut.length, H, K, BK=padded(K), num_warps=1)
+    launch(vector_scan_kernel, (cut.rows * H,), r, kappa, first_r, first_kappa, cut.first, T, cut.length, H, K, BK=padded(K), num_warps=1)
     shape = columns(K, walk)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dks = None if ks is None else ks.new_empty(shape["NB"], *ks.shape)
-    key_kernel[(cut.number * H * shape["NB"],)](
+    launch(
+        key_kernel, (cut.number * H * shape["NB"],),
         q, keys.x, k, ks, e, strength, rho, eps, keys.point, final.mean, N, r, dk, dks, *sizes, lam.numel() // H, q.stride(1), k.stride(1),
         **common, **shape, C=walk.chunk, STAGES=walk.stages, num_warps=walk.warps,
     )  # fmt: skip

@@ -34,6 +34,7 @@ from fastweights.ops.decay.segments_triton import (
     store_numbers,
     store_tile,
 )
+from fastweights.ops.launch_triton import compiled_together, launch
 from fastweights.ops.tiles_triton import operand, padded
 
 
@@ -205,6 +206,14 @@ def columns(K: int, tile: Tile) -> dict[str, int]:
     return {"BK": padded(K), "BV": BV, "NB": triton.cdiv(K, BV)}
 
 
+@compiled_together
+def forward(q, k, lam, ks, state, cut: Segments, walk: Tile, collect: Tile) -> tuple[Tensor, ...]:
+    """q', the final C, μ, w; C, μ, w before each segment, ρ, and the `Keys`. T ≥ 1."""
+    keys, before, final = moments(k, ks, state, k.shape[1], cut, collect)
+    out, rho, _, _ = read(q, lam, keys, before, k.shape[1], cut, walk)
+    return out, *final, *before, rho, *keys
+
+
 def moments(k, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Keys, Moments, Moments]:
     """The keys as the kernels read them, what comes before each segment, and the final state of each row."""
     B, _, H, K = k.shape
@@ -220,12 +229,14 @@ def moments(k, ks, state, T: int, cut: Segments, tile: Tile) -> tuple[Keys, Mome
         own.mean.new_empty(cut.number, cut.length // tile.chunk, H, K),
         torch.empty_like(own.mean),
     )
-    moment_kernel[(cut.number * H,)](
+    launch(
+        moment_kernel, (cut.number * H,),
         k, ks, *keys, *own, cut.table, T, cut.length, H, k.stride(1), K=K,
         C=tile.chunk, BK=padded(K), DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     rows, width = 512 // padded(K), padded(K)
-    merge_kernel[(cut.rows * H, triton.cdiv(K, rows))](
+    launch(
+        merge_kernel, (cut.rows * H, triton.cdiv(K, rows)),
         *own, *(state or (None, None, None)), mean, weight, *final, cut.first, T, cut.length, H, K, BK=rows, BV=width, num_warps=4,
     )  # fmt: skip
     return keys, Moments(own.covariance, mean, weight), final
@@ -242,7 +253,8 @@ def read(
     if other is not None:
         dlam, strength = lam.new_empty(shape["NB"], *lam.shape), torch.empty_like(lam)
     DOT, precision = dot_type(keys.x.dtype)
-    read_kernel[(cut.number * H * shape["NB"],)](
+    launch(
+        read_kernel, (cut.number * H * shape["NB"],),
         q, lam, *keys, *before, other, out, rho, dlam, strength,
         cut.table, T, cut.length, H, lam.numel() // H, q.stride(1), 0 if other is None else other.stride(1), K=K,
         C=tile.chunk, CS=cut.length // keys.sums.shape[1], **shape,

@@ -70,7 +70,7 @@ def ccq_query(
     Raises:
         ValueError: for operands that do not fit, or a backend that cannot run them.
     """
-    _check(q, k, lam, log_decay, mask, state, cu_seqlens)
+    check_query(q, k, lam, log_decay, mask, state, cu_seqlens)
     if mask is None and log_decay is None and k.shape[-1] <= FUSED and _has_kernel("query", q, k, backend):
         key_scale = _inverse_norm(k, eps) if unit_keys else None
         kernels = dispatch.twin("ccq", "query")
@@ -107,7 +107,7 @@ def ccq_step_(
     backend: str = "auto",
 ) -> Tensor:
     """A few tokens of `ccq_query`, for inference: overwrites the tensors of ``state`` and returns q' ``[B, T, Hk, K]``; no gradients."""
-    _check(q, k, lam, log_decay, None, state, None)
+    check_query(q, k, lam, log_decay, None, state, None)
     if _has_kernel("step", q, k, backend):
         key_scale = _inverse_norm(k, eps) if unit_keys else None
         kernels = dispatch.twin("ccq", "step")
@@ -232,7 +232,7 @@ def _has_kernel(form: str, q: Tensor, k: Tensor, backend: str) -> bool:
     return backend in ("auto", "triton") and dispatch.why_not_triton("ccq", form, backend, q, k) is None
 
 
-def _check(q, k, lam, log_decay, mask, state: CCQState | None, cu_seqlens) -> None:
+def check_query(q, k, lam, log_decay, mask, state: CCQState | None, cu_seqlens) -> None:
     sizes: dict[str, int] = {}
     check_shape("q", q, "B T Hk K", sizes)
     check_shape("k", k, "B T Hk K", sizes)

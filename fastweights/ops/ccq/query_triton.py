@@ -85,9 +85,7 @@ def ccq_forward(
     walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
     cut = _cut(k, cu_seqlens, walk)
     q, k = tokens_first(q), tokens_first(k)
-    keys, before, final = forward_triton.moments(k, ks, state, k.shape[1], cut, collect)
-    out, rho, _, _ = forward_triton.read(q, lam, keys, before, k.shape[1], cut, walk)
-    return out, *final, *before, rho, *keys
+    return forward_triton.forward(q, k, lam, ks, state, cut, walk, collect)
 
 
 @ccq_forward.register_fake

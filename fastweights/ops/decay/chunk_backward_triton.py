@@ -40,6 +40,7 @@ from fastweights.ops.decay.segments_triton import (
     store_numbers,
     store_tile,
 )
+from fastweights.ops.launch_triton import compiled_together, launch
 from fastweights.ops.tiles_triton import padded
 
 
@@ -178,6 +179,7 @@ def key_value_kernel(
         D = D * carry + tl.dot(tl.trans(z.to(DOT)), e, input_precision=PRECISION)
 
 
+@compiled_together
 def backward(
     q, k, v, g, qs, ks, vs, do, dfinal, memory, total, final, cut: Segments, tile: Tile, scale: float, *, need_dg: bool
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -208,10 +210,10 @@ def backward(
     strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)
     sizes = (cut.table, T, cut.length, Hv, Hv // Hk, B * T)
     grid = (cut.number * Hv * blocks,)
-    query_kernel[grid](k, v, g, qs, ks, vs, q, do, memory, dq, dqs, qdq, *sizes, *strides, **common)
+    launch(query_kernel, grid, k, v, g, qs, ks, vs, q, do, memory, dq, dqs, qdq, *sizes, *strides, **common)
     after = contributions(q, do, g, qs, None, cut, tile, reverse=True, scale=scale)
     dstate = scan(after, total, dfinal, T, cut, reverse=True)
-    key_value_kernel[grid](q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, qdq, dg, *sizes, *strides, **common)
+    launch(key_value_kernel, grid, q, k, v, g, qs, ks, vs, do, after, memory, final, dk, dv, dks, dvs, qdq, dg, *sizes, *strides, **common)
     like_g = k if channel else v
     coefficients = (None if x is None else added(x, like) for x, like in ((dg, like_g), (dqs, qs), (dks, ks), (dvs, vs)))
     return added(dq, q).to(q.dtype), added(dk, k).to(k.dtype), dv, *coefficients, dstate

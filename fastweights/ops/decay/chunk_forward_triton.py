@@ -30,6 +30,7 @@ from fastweights.ops.decay.segments_triton import (
     store_memory,
     store_tile,
 )
+from fastweights.ops.launch_triton import compiled_together, launch
 from fastweights.ops.tiles_triton import padded
 
 
@@ -198,7 +199,8 @@ def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, 
     blocks = triton.cdiv(V, BV)
     out = torch.empty(cut.number, Hv, K, V, dtype=torch.float32, device=k.device)
     DOT, precision = dot_type(k.dtype, v.dtype)
-    contribution_kernel[(cut.number * Hv * blocks,)](
+    launch(
+        contribution_kernel, (cut.number * Hv * blocks,),
         k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
         K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
@@ -212,13 +214,15 @@ def scan(memory: Tensor, total: Tensor, state: Tensor | None, T: int, cut: Segme
     final = torch.empty(cut.rows, H, K, V, dtype=torch.float32, device=memory.device)
     BV = min(padded(V), 128)
     BK = 512 // BV
-    scan_kernel[(cut.rows * H, triton.cdiv(V, BV), triton.cdiv(K, BK))](
+    launch(
+        scan_kernel, (cut.rows * H, triton.cdiv(V, BV), triton.cdiv(K, BK)),
         memory, total, state, final, cut.first, T, cut.length, H, K, V,
         BK=BK, BV=BV, CHANNEL=total.dim() == 3, REVERSE=reverse, num_warps=4,
     )  # fmt: skip
     return final
 
 
+@compiled_together
 def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``o``, the final state, the memory before each segment, and each segment's total log decay. T ≥ 1."""
     (B, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
@@ -230,7 +234,8 @@ def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: flo
     blocks = triton.cdiv(V, BV)
     o = torch.empty(B, T, Hv, V, dtype=v.dtype, device=v.device)
     DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
-    output_kernel[(cut.number * Hv * blocks,)](
+    launch(
+        output_kernel, (cut.number * Hv * blocks,),
         q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk,
         q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale,
         K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,

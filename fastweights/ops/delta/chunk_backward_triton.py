@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, heads_of, join, numbers, plan, walk
+from fastweights.ops.launch_triton import compiled_together, launch
 from fastweights.ops.tiles_triton import Pieces, first_piece, locate, padded
 
 
@@ -196,6 +197,7 @@ def gradient_kernel(
     add_up(dbeta, v_scale * read_value + kscale * derror, tile, tokens, number, H, h, live)
 
 
+@compiled_together
 def backward(
     q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles, do, dfinal, inverse, scores, rates, starts, maps
 ):
@@ -223,7 +225,8 @@ def backward(
     dq, dk = (torch.empty(B, T, H, K, dtype=wide, device=k.device) for _ in range(2))
     dv = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     dbeta, dg, dks, dvs, dqs = (None if x is None else rates.new_empty(NK, B, T, H) for x in (beta, log_decay, ks, vs, qs))
-    gradient_kernel[(way.chunks.total * H * NK,)](
+    launch(
+        gradient_kernel, (way.chunks.total * H * NK,),
         q, k, v, do, update, dr, states, dstates, rates, beta, vs, dq, dk, dv, dbeta, dg, dks, dvs, dqs, way.chunks.owner, cu_seqlens,
         B * T, T, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads_of(vs), scale,
         C=tiles.chunk, BK=BK, BV=BV, NK=NK, RATES=RATES,
@@ -248,7 +251,8 @@ def reverse(
     (_, T, Hk, K), (H, V) = k.shape, do.shape[2:]
     BV = min(padded(V), way.tiles.columns)
     NV = triton.cdiv(V, BV)
-    reverse_kernel[(pieces.total * H * NV,)](
+    launch(
+        reverse_kernel, (pieces.total * H * NV,),
         q, k, do, inverse, scores, rates, start, dstart, dstates, dr, pieces.owner, cu_seqlens, T, pieces.size, H, H // Hk, K, V,
         *q.stride()[:3], *k.stride()[:3], C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, RATES=RATES,
         PRECISION=way.precision, STAGES=way.tiles.reverse_stages, num_warps=way.tiles.warps,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.ops.launch_triton import compiled_together, launch
 from fastweights.ops.tiles_triton import Pieces, cut, first_piece, locate, operand, padded, unit_lower_inverse
 
 RATES = 10
@@ -319,6 +320,7 @@ def heads_of(x: Tensor | None) -> int:
     return 0 if x is None else x.shape[2]
 
 
+@compiled_together
 def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles):
     """``o``, the final state; for the backward L⁻¹, P, the rates, and where rows have segments their starts and maps (else empty)."""
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]
@@ -329,11 +331,13 @@ def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: floa
     scores = torch.empty_like(inverse)
     rates = torch.empty(chunks, H, RATES, C, dtype=torch.float32, device=k.device)
     BH = min(16, triton.next_power_of_2(H))
-    rates_kernel[(chunks * triton.cdiv(H, BH),)](
+    launch(
+        rates_kernel, (chunks * triton.cdiv(H, BH),),
         beta, log_decay, ks, vs, qs, rates, way.chunks.owner, cu_seqlens, T, H, *map(heads_of, (ks, vs, qs)), scale,
         C=C, BH=BH, NH=triton.cdiv(H, BH), RATES=RATES, num_warps=4,
     )  # fmt: skip
-    prepare_kernel[(chunks * H,)](
+    launch(
+        prepare_kernel, (chunks * H,),
         q, k, rates, inverse, scores, way.chunks.owner, cu_seqlens, T, H, H // Hk, K, *q.stride()[:3], *k.stride()[:3],
         C=C, BK=min(padded(K), 64), RATES=RATES, PRECISION=way.precision, num_warps=4,
         maxnreg=128 if way.dot == torch.bfloat16 else None,  # four programs on a multiprocessor instead of three
@@ -376,7 +380,8 @@ def walk(
     BV = min(padded(V), way.tiles.columns)
     NV = triton.cdiv(V, BV)
     NK = triton.cdiv(K, BV) if o is None and states is None else 0
-    walk_kernel[(pieces.total * H * (NV + NK),)](
+    launch(
+        walk_kernel, (pieces.total * H * (NV + NK),),
         q, k, v, inverse, scores, rates, start, o, final, states, update, kept, pieces.owner, cu_seqlens,
         T, pieces.size, way.segments.size, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, NK=NK, RATES=RATES,
@@ -391,7 +396,9 @@ def join(maps, start, cu_seqlens, way: Plan, T: int, rows: int, V: int, starts: 
     starts = maps.new_empty(segments, H, K, V) if starts is None else starts
     BV = min(padded(V), 16)
     NV = triton.cdiv(V, BV)
-    join_kernel[(rows * H * NV,)](
+    launch(
+        join_kernel,
+        (rows * H * NV,),
         maps,
         start,
         starts,

@@ -33,6 +33,15 @@ def one(base, token, heads, h, H, other):
 
 
 @triton.jit
+def write_and_read(S, key, query, value, a, b):
+    """One token: the columns of the memory after the write, and what is read from them."""
+    stored = tl.sum(S * key[:, None], 0)
+    read = tl.sum(S * query[:, None], 0)
+    write = b * (value - a * stored)
+    return a * S + key[:, None] * write[None, :], a * read + tl.sum(key * query, 0) * write
+
+
+@triton.jit
 def step_kernel(
     q, k, v, beta, log_decay, ks, vs, qs, state, o, T, H, G, K, V,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, ks_heads, vs_heads, qs_heads, scale,
@@ -56,11 +65,7 @@ def step_kernel(
         value = tl.load(v + t * v_token, mask=vv < V, other=0.0).to(tl.float32) * one(vs, token, vs_heads, h, H, 1.0)
         a = tl.exp(one(log_decay, token, H, h, H, 0.0))
         b = one(beta, token, H, h, H, 1.0)
-        stored = tl.sum(S * key[:, None], 0)
-        read = tl.sum(S * query[:, None], 0)
-        write = b * (value - a * stored)
-        S = a * S + key[:, None] * write[None, :]
-        out = a * read + tl.sum(key * query, 0) * write
+        S, out = write_and_read(S, key, query, value, a, b)
         tl.store(o + (token * H + h) * V + vv, out.to(o.dtype.element_ty), mask=vv < V)
     tl.store(there, S, mask=inside)
 
