@@ -11,6 +11,7 @@ from typing import Literal
 
 from fastweights.recipes.bench_settings import BenchSettings, What
 from fastweights.recipes.demo import DEMO
+from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.evaluate_settings import EvalSettings
 from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.recipes.inspect_settings import InspectSettings
@@ -33,10 +34,6 @@ FIRST_PRESET = "kla+ccq-5m"
 """What `train` does without --preset."""
 
 
-class CannotDo(Exception):
-    """What was asked for cannot be met; the message is one line that says why."""
-
-
 def compare(settings: CompareSettings) -> None:
     """Train mixers at equal parameters on the same text, and compare them in a table and a report. With --task NAME: on a task of recall
     or state, such as mqar; `compare --task mqar --help` has the settings."""
@@ -45,11 +42,7 @@ def compare(settings: CompareSettings) -> None:
 
     from fastweights.recipes.compare import plan_comparison, run_plan
 
-    try:
-        plan = plan_comparison(settings)
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
-    run_plan(plan, Console())
+    run_plan(plan_comparison(settings), Console())
 
 
 def demo(settings: CompareSettings = DEMO) -> None:
@@ -64,11 +57,7 @@ def compare_on_task(settings: TaskCompareSettings) -> None:
 
     from fastweights.recipes.task_compare import plan_jobs, run_plan
 
-    try:
-        jobs = plan_jobs(settings)
-    except ValueError as error:
-        raise CannotDo(error) from error
-    run_plan(settings, jobs, Console())
+    run_plan(settings, plan_jobs(settings), Console())
 
 
 def train(settings: TrainingRun = preset_run(FIRST_PRESET)) -> None:  # noqa: B008, a frozen dataclass
@@ -79,10 +68,7 @@ def train(settings: TrainingRun = preset_run(FIRST_PRESET)) -> None:  # noqa: B0
     from fastweights.recipes.train import plan_training, run_training
 
     console = Console(quiet=os.environ.get("RANK", "0") != "0")  # of the processes that torchrun started, one tells
-    try:
-        run_training(plan_training(settings), console)
-    except (ValueError, OSError, FloatingPointError) as error:
-        raise CannotDo(error) from error
+    run_training(plan_training(settings), console)
 
 
 def train_from(arguments: Sequence[str]) -> Callable[..., None]:
@@ -92,10 +78,7 @@ def train_from(arguments: Sequence[str]) -> Callable[..., None]:
         flag, equals, value = argument.partition("=")
         if flag == "--preset":
             name = value if equals else following
-    try:
-        run = preset_run(name)
-    except ValueError as error:
-        raise CannotDo(error) from error
+    run = preset_run(name)
 
     def from_preset(settings: TrainingRun = run) -> None:
         train(settings)
@@ -116,11 +99,7 @@ def inspect(model: str, text: str = "", /, settings: InspectSettings = InspectSe
 
     from fastweights.recipes.inspect import prepare, run
 
-    try:
-        slide = prepare(model, text, settings)
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
-    run(slide, Console())
+    run(prepare(model, text, settings), Console())
 
 
 def report(
@@ -142,10 +121,7 @@ def report(
     _need("train", "report")
     from fastweights.recipes.report import report as write
 
-    try:
-        page, *figures = write(files, out, title=title, export=export)
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
+    page, *figures = write(files, out, title=title, export=export)
     print(f"Report: {page}" + (f"   {len(figures)} figures: {figures[0].parent}" if figures else ""))
 
 
@@ -160,10 +136,7 @@ def evaluate(models: tuple[str, ...], /, settings: EvalSettings) -> None:
 
     from fastweights.recipes.evaluate import evaluate as run
 
-    try:
-        results = run(models, settings, Console())
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
+    results = run(models, settings, Console())
     if missing := results["missing"]:
         reasons = "\n".join(f"  {entry['model']}, {entry['task']}: {entry['reason']}" for entry in missing)
         raise CannotDo(f"{len(missing)} of {len(missing) + len(results['rows'])} could not be measured:\n{reasons}")
@@ -179,10 +152,7 @@ def generate(model: str, /, settings: GenerateSettings = GenerateSettings()) -> 
 
     from fastweights.recipes.generate import prepare, run
 
-    try:
-        run(prepare(model, settings), Console(stderr=True))
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
+    run(prepare(model, settings), Console(stderr=True))
 
 
 def serve(model: str, /, settings: ServeSettings = ServeSettings()) -> None:  # noqa: B008, a frozen dataclass
@@ -196,11 +166,7 @@ def serve(model: str, /, settings: ServeSettings = ServeSettings()) -> None:  # 
 
     from fastweights.recipes.serve import prepare, run
 
-    try:
-        arguments = prepare(model, settings)
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
-    run(arguments, Console(stderr=True))
+    run(prepare(model, settings), Console(stderr=True))
 
 
 def bench(what: What, models: tuple[str, ...] = (), /, settings: BenchSettings = BenchSettings()) -> None:  # noqa: B008, a frozen dataclass
@@ -216,11 +182,7 @@ def bench(what: What, models: tuple[str, ...] = (), /, settings: BenchSettings =
 
     from fastweights.recipes.bench import plan_bench, run_bench
 
-    try:
-        plan = plan_bench(what, models, settings)
-    except (ValueError, OSError) as error:
-        raise CannotDo(error) from error
-    run_bench(plan, Console())
+    run_bench(plan_bench(what, models, settings), Console())
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -239,7 +201,11 @@ ON_TASK: dict[str, Callable[..., None]] = {"compare": compare_on_task}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 2 a request that cannot be met, 130 interrupted."""
+    """Returns the exit code: 0 done, 2 a request that cannot be met, 130 interrupted.
+
+    A request that cannot be met is a `CannotDo`, any other ValueError, as all of our code raises them for what it is given, or a file
+    that cannot be read or written: a line says why. Everything else is a fault of ours, and keeps its traceback.
+    """
     try:
         _need("cli")
         import tyro
@@ -254,8 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    except CannotDo as error:
-        print(f"fastweights: {error}", file=sys.stderr)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"fastweights: {error if isinstance(error, CannotDo) else _line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -266,3 +232,9 @@ def _need(*extras: str) -> None:
     for extra in extras:
         if any(importlib.util.find_spec(package) is None for package in EXTRAS[extra]):
             raise CannotDo(f"this needs the extra {extra!r}: pip install 'fastweights[{extra}]'")
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -118,6 +118,19 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def rows_by_run(path: str | Path) -> dict[str, dict[str, Any]]:
+    """`read_rows` by their ``run``, of which the last counts.
+
+    Raises:
+        ValueError: as `read_rows`, and for a row without a run, which no command of ours has written.
+    """
+    rows = read_rows(path)
+    for number, row in enumerate(rows, start=1):
+        if "run" not in row:
+            raise ValueError(f"{path}: row {number} has no 'run', by which finished runs are known: remove it, or give another --out")
+    return {row["run"]: row for row in rows}
+
+
 def _row(line: bytes) -> dict[str, Any]:
     row = json.loads(line)
     if not isinstance(row, dict):

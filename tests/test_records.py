@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastweights.records import append_rows, read_rows
+from fastweights.records import append_rows, read_rows, rows_by_run
 
 ROWS = [{"run": "a", "text": "ä" * 9}, {"run": "b", "points": [1, 2]}]
 
@@ -37,3 +37,13 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
 
 def test_no_file_has_no_rows(tmp_path):
     assert read_rows(tmp_path / "none.jsonl") == []
+    assert rows_by_run(tmp_path / "none.jsonl") == {}
+
+
+def test_of_the_rows_of_a_run_the_last_counts_and_a_row_without_one_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    append_rows(file, [{"run": "a", "x": 1}, {"run": "b"}, {"run": "a", "x": 2}])
+    assert rows_by_run(file) == {"a": {"run": "a", "x": 2}, "b": {"run": "b"}}
+    append_rows(file, [{"x": 3}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl: row 4 has no 'run', by which finished runs are known"):
+        rows_by_run(file)

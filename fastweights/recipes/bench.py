@@ -33,9 +33,10 @@ from fastweights.recipes.bench_memory import (
 )
 from fastweights.recipes.bench_results import joined
 from fastweights.recipes.bench_settings import BenchSettings, What
+from fastweights.recipes.folder import alone_in
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.train_presets import PRESETS
-from fastweights.records import append_rows, commit, device_name, provenance, read_rows, versions
+from fastweights.records import append_rows, commit, device_name, provenance, rows_by_run, versions
 from fastweights.report import write_report
 from fastweights.report.efficiency import headline
 from fastweights.report.terminal import efficiency_tables
@@ -128,10 +129,16 @@ def run_bench(plan: Plan, console: Console) -> Row:
     """Measure what is not measured yet, rows as they come; then the tables, results.json and the report. Returns what results.json holds.
 
     Raises:
+        ValueError: another process is at work in the folder, or it holds what is no row.
         KeyboardInterrupt: interrupted; what is finished is kept, and the same call goes on.
     """
+    with alone_in(plan.folder):
+        return _run_bench(plan, console)
+
+
+def _run_bench(plan: Plan, console: Console) -> Row:
     settings, rows_file = plan.settings, plan.folder / "results.jsonl"
-    earlier = {} if settings.restart else {row["run"]: row for row in read_rows(rows_file) if "failed" not in row}
+    earlier = {} if settings.restart else {run: row for run, row in rows_by_run(rows_file).items() if "failed" not in row}
     bandwidth = 1e9 * settings.bandwidth or measure_bandwidth(torch.device(settings.device))
     rows: list[Row] = []
     for contender in plan.contenders:
@@ -155,7 +162,6 @@ def run_bench(plan: Plan, console: Console) -> Row:
         del model, bench
     (results,) = joined(rows)
     results |= provenance(device=settings.device, seed=settings.seed)
-    plan.folder.mkdir(parents=True, exist_ok=True)
     (plan.folder / "results.json").write_text(json.dumps(results, indent=1))
     write_report([results], plan.folder / "report.html")
     for table in efficiency_tables(results):

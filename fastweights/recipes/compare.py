@@ -17,11 +17,12 @@ from rich.console import Console
 
 from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.recipes.folder import alone_in
 from fastweights.recipes.job import Job, Text
 from fastweights.recipes.pool import cores, run_jobs
 from fastweights.recipes.settings import CompareSettings, Variant
 from fastweights.recipes.summary import summarise
-from fastweights.records import append_rows, provenance, read_rows
+from fastweights.records import append_rows, provenance, rows_by_run
 from fastweights.report import write_report
 from fastweights.report.terminal import comparison_table
 from fastweights.train.corpus import Corpus, load_corpus
@@ -126,12 +127,21 @@ def count_parameters(config: dict[str, Any]) -> int:
 
 
 def run_plan(plan: Plan, console: Console) -> dict[str, Any]:
-    """Do what is not done yet, then write results.json and report.html, and print the table."""
+    """Do what is not done yet, then write results.json and report.html, and print the table.
+
+    Raises:
+        ValueError: another process is at work in the folder, or it holds what is no row.
+    """
+    with alone_in(plan.settings.out):
+        return _run_plan(plan, console)
+
+
+def _run_plan(plan: Plan, console: Console) -> dict[str, Any]:
     settings, jobs = plan.settings, plan.jobs
     rows_file = settings.out / "results.jsonl"
     if settings.restart:
         _forget(jobs, rows_file)
-    finished = {row["run"] for row in read_rows(rows_file)}
+    finished = rows_by_run(rows_file)
     to_do = [job for job in jobs if job.key not in finished]
     processes = settings.processes or (1 if jobs[0].device == "cuda" else min(len(to_do), cores()))
     threads = max(1, cores() // max(1, processes))
@@ -141,11 +151,11 @@ def run_plan(plan: Plan, console: Console) -> dict[str, Any]:
         if to_do:
             run_jobs(to_do, processes=processes, threads=threads, console=console, on_row=lambda row: append_rows(rows_file, [row]))
     except KeyboardInterrupt:
-        finished = {row["run"] for row in read_rows(rows_file)}
+        finished = rows_by_run(rows_file)
         done = sum(job.key in finished for job in jobs)
         console.print(f"Interrupted with {done} of {len(jobs)} runs finished. The same command goes on from here.", highlight=False)
         raise
-    rows = {row["run"]: row for row in read_rows(rows_file)}
+    rows = rows_by_run(rows_file)
     results = {
         "kind": "comparison",
         "settings": _jsonable(dataclasses.asdict(settings)),
@@ -197,7 +207,7 @@ def _forget(jobs: Sequence[Job], rows_file: Path) -> None:
     for job in jobs:
         shutil.rmtree(job.folder, ignore_errors=True)
     keys = {job.key for job in jobs}
-    kept = [row for row in read_rows(rows_file) if row["run"] not in keys]
+    kept = [row for run, row in rows_by_run(rows_file).items() if run not in keys]
     rows_file.unlink(missing_ok=True)
     append_rows(rows_file, kept)
 

@@ -22,7 +22,8 @@ from fastweights.models.loading import load_whole
 from fastweights.recipes.evaluate_items import Item, Row, Subject
 from fastweights.recipes.evaluate_settings import EvalSettings
 from fastweights.recipes.evaluate_suites import groups_of, items_of
-from fastweights.records import append_rows, provenance, read_rows
+from fastweights.recipes.folder import alone_in
+from fastweights.records import append_rows, provenance, rows_by_run
 from fastweights.report import write_report
 from fastweights.report.evaluation import headline
 from fastweights.report.terminal import evaluation_table
@@ -41,11 +42,7 @@ def load_subject(name: str, label: str, settings: EvalSettings) -> Subject:
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
-    folder = Path(name)
-    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"no folder {name!r} with a saved model")
-    if folder.exists() and not (folder / "config.json").exists():
-        raise ValueError(f"{name} holds no config.json: give the folder that save_pretrained wrote")
+    folder = _check_name(name)
     transformers.logging.disable_progress_bar()
     try:
         model = load_whole(AutoModelForCausalLM, name, dtype=settings.dtype, device_map=device)
@@ -60,14 +57,22 @@ def evaluate(names: Sequence[str], settings: EvalSettings, console: Console | No
     What cannot be measured here is listed under ``missing``, with the reason, and does not stop the others.
 
     Raises:
-        ValueError, OSError: a model that cannot be loaded.
+        ValueError, OSError: a model that cannot be loaded, another process at work in the folder, or what is no row in it.
         KeyboardInterrupt: interrupted; what is finished is kept, and the same call goes on.
     """
-    console = console or Console()
     if not names or len(set(names)) < len(names):
         raise ValueError(f"models {list(names)}: give at least one, and none twice")
+    if settings.data is not None and not settings.data.is_dir():
+        raise ValueError(f"data={str(settings.data)!r} is no folder")
+    for name in names:
+        _check_name(name)
+    with alone_in(settings.out):
+        return _evaluate(names, settings, console or Console())
+
+
+def _evaluate(names: Sequence[str], settings: EvalSettings, console: Console) -> dict[str, Any]:
     items, rows_file = items_of(settings), settings.out / "results.jsonl"
-    earlier = {} if settings.restart else {row["run"]: row for row in read_rows(rows_file)}
+    earlier = {} if settings.restart else rows_by_run(rows_file)
     rows: list[Row] = []
     missing: list[dict[str, str]] = []
     device = None
@@ -76,15 +81,15 @@ def evaluate(names: Sequence[str], settings: EvalSettings, console: Console | No
             subject = load_subject(name, label, settings)
             device = subject.model.device.type
             for item in items:
-                key = row_key(item, subject, settings)
-                if key not in earlier:
-                    try:
+                try:
+                    key = row_key(item, subject, settings)
+                    if key not in earlier:
                         earlier[key] = {"run": key} | _measure(item, subject, settings, console)
-                    except Unavailable as error:
-                        missing.append({"model": label, "task": item.name, "reason": str(error)})
-                        console.print(f"{label}: {item.name} cannot be measured: {error}", highlight=False, markup=False)
-                        continue
-                    append_rows(rows_file, [earlier[key]])
+                        append_rows(rows_file, [earlier[key]])
+                except (Unavailable, ValueError, OSError) as error:  # this item's text or files; the others go on
+                    missing.append({"model": label, "task": item.name, "reason": str(error)})
+                    console.print(f"{label}: {item.name} cannot be measured: {error}", highlight=False, markup=False)
+                    continue
                 rows.append(earlier[key] | {"label": label})
                 console.print(f"{label}: {item.name} {headline(rows[-1])}", highlight=False, markup=False)
     except KeyboardInterrupt:
@@ -93,7 +98,6 @@ def evaluate(names: Sequence[str], settings: EvalSettings, console: Console | No
         raise
     results = {"kind": "evaluation", "suite": settings.suite, "models": labels(names), "rows": rows, "missing": missing}
     results |= {"groups": group_means(rows, groups_of(items))} | provenance(device=device)
-    settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / "results.json").write_text(json.dumps(results, indent=1))
     write_report([results], settings.out / "report.html")
     console.print(evaluation_table(results))
@@ -155,6 +159,16 @@ def labels(names: Sequence[str]) -> list[str]:
     """The last part of each path that says something; whole paths where two would be the same."""
     short = [Path(name).parent.name if Path(name).name == "model" else Path(name).name for name in names]
     return [label if label and short.count(label) == 1 else name for label, name in zip(short, names, strict=True)]
+
+
+def _check_name(name: str) -> Path:
+    """ValueError for what is neither the folder of a saved model nor may be a name on the hub."""
+    folder = Path(name)
+    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"no folder {name!r} with a saved model")
+    if folder.exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{name} holds no config.json: give the folder that save_pretrained wrote")
+    return folder
 
 
 def _tokenizer(name: str, settings: EvalSettings) -> PreTrainedTokenizerBase | None:

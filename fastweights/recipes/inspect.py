@@ -24,8 +24,9 @@ from fastweights.evaluate.microscope_summary import digits, summarise_view
 from fastweights.evaluate.needle import Needle, find_needle
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.models.loading import load_whole
+from fastweights.recipes.folder import alone_in
 from fastweights.recipes.inspect_settings import S_NIAH, InspectSettings
-from fastweights.records import append_rows, provenance, read_rows
+from fastweights.records import append_rows, provenance, rows_by_run
 from fastweights.report import write_report
 from fastweights.report.terminal import microscope_tables
 from fastweights.tasks import SNIAH, Count, generator
@@ -136,8 +137,14 @@ def run(slide: Slide, console: Console) -> dict[str, Any]:
     """Look, write the files, print the tables; returns what results.json holds.
 
     Raises:
+        ValueError: another process is at work in the folder, or it holds what is no row.
         KeyboardInterrupt: interrupted; cells of the depth map that are finished are kept, and the same call goes on.
     """
+    with alone_in(slide.folder):
+        return _run(slide, console)
+
+
+def _run(slide: Slide, console: Console) -> dict[str, Any]:
     settings, origin = slide.settings, provenance(device=str(slide.model.device))
     results: dict[str, Any] = {
         "kind": "microscope",
@@ -153,7 +160,6 @@ def run(slide: Slide, console: Console) -> dict[str, Any]:
         "meaning": TOKENS | STATES,
         **origin,
     }
-    slide.folder.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description:<14}"),
         BarColumn(),
@@ -252,7 +258,7 @@ def _depth_rows(slide: Slide, origin: dict[str, Any]) -> Iterator[dict[str, Any]
     weights = hashlib.sha256((slide.label + json.dumps(slide.model.config.to_dict(), sort_keys=True, default=str)).encode())
     for parameter in slide.model.parameters():
         weights.update(parameter.detach().float().cpu().numpy().tobytes())
-    done = {row["run"]: row for row in read_rows(path)}
+    done = rows_by_run(path)
     for task in slide.cells:
         content = f"{task}|{samples}|{hashlib.sha256(slide.text.encode()).hexdigest()}|{weights.hexdigest()}"
         key = hashlib.sha256(content.encode()).hexdigest()[:12]

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from fastweights.recipes.folder import alone_in
 from fastweights.recipes.pool import cores, run_jobs
 from fastweights.recipes.task_job import TaskJob
 from fastweights.recipes.task_settings import TaskCompareSettings
-from fastweights.records import append_rows, provenance, read_rows
+from fastweights.records import append_rows, provenance, rows_by_run
 from fastweights.report import write_report
 from fastweights.report.terminal import task_table
 
@@ -56,12 +57,18 @@ def run_plan(settings: TaskCompareSettings, jobs: Sequence[TaskJob], console: Co
     """Do what is not done yet, then write results.json and report.html, and print the table; returns what results.json holds.
 
     Raises:
+        ValueError: another process is at work in the folder, or it holds what is no row.
         KeyboardInterrupt: interrupted; what is finished is kept, and the same call goes on.
     """
+    with alone_in(settings.folder):
+        return _run_plan(settings, jobs, console)
+
+
+def _run_plan(settings: TaskCompareSettings, jobs: Sequence[TaskJob], console: Console) -> dict[str, Any]:
     folder, rows_file = settings.folder, settings.folder / "results.jsonl"
     if settings.restart:
         _forget(jobs, rows_file)
-    rows = {row["run"]: row for row in read_rows(rows_file)}
+    rows = rows_by_run(rows_file)
     to_do = [job for job in jobs if job.key not in rows]
     processes = settings.processes or (1 if jobs[0].device == "cuda" else min(len(to_do), cores()))
     for task, _ in jobs[0].settings.train:
@@ -135,7 +142,7 @@ def evaluation_name(row: Row) -> str:
 
 def _forget(jobs: Sequence[TaskJob], rows_file: Path) -> None:
     keys = {job.key for job in jobs}
-    kept = [row for row in read_rows(rows_file) if row["run"] not in keys]
+    kept = [row for run, row in rows_by_run(rows_file).items() if run not in keys]
     rows_file.unlink(missing_ok=True)
     append_rows(rows_file, kept)
     for job in jobs:

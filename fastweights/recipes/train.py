@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.util
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.models.loading import load_whole
+from fastweights.recipes.folder import alone_in
 from fastweights.recipes.job import Text, measure, sample
 from fastweights.recipes.pool import Report, cores, run_jobs
 from fastweights.recipes.settings import Variant
@@ -36,7 +36,6 @@ from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
 
 SETTINGS, METRICS, RESULT, MODEL, ADAPTER = "run.json", "metrics.jsonl", "result.json", "model", "adapter"
-LOCK = ".lock"
 ADAPTED = ["qkv_proj", "gate_proj", "out_proj", "up_proj", "down_proj"]
 """The projections that LoRA adapts; gates, convolutions and norms stay as they are."""
 
@@ -109,11 +108,11 @@ def run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
     """Do what is not done yet; returns what result.json holds.
 
     Raises:
-        ValueError: another process is training in the folder.
+        ValueError: another process is at work in the folder.
         KeyboardInterrupt: interrupted; a checkpoint is saved, and the same call goes on.
         FloatingPointError: a number was not finite, or the loss had a spike; checkpoints stay.
     """
-    with _alone_in(job.folder) if _is_main() else contextlib.nullcontext():
+    with alone_in(job.folder) if _is_main() else contextlib.nullcontext():
         return _run_training(job, console)
 
 
@@ -139,18 +138,6 @@ def _run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
         console.print(f"{interval(row['validation']['bits_per_byte'])} bits per byte on text that was not trained on.", highlight=False)
         console.print(f"Model: {folder / MODEL}   Curve: {folder / METRICS}   Result and provenance: {folder / RESULT}", highlight=False)
     return row
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Two at once would remove each other's checkpoints while they are written. The lock ends with the process, also by a kill."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is training in {folder}: wait for it, or give another --out") from None
-        yield
 
 
 def _check_validation(settings: TrainingRun, corpus: Corpus) -> None:

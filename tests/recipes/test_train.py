@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.recipes import train as recipe
+from fastweights.recipes.folder import alone_in
 from fastweights.recipes.settings import EvaluateSettings
 from fastweights.recipes.train import plan_training, run_training
 from fastweights.recipes.train_settings import TrainingRun, determining, flat
@@ -90,8 +91,8 @@ def test_two_at_once_in_one_folder_are_refused(small, tmp_path):
     """flock is of an opened file, so that one process can play both."""
     job = plan_training(small())
     with (
-        recipe._alone_in(job.folder),
-        pytest.raises(ValueError, match=r"another process is training in .*run: wait"),
+        alone_in(job.folder),
+        pytest.raises(ValueError, match=r"another process is at work in .*run: wait"),
     ):
         run(small())
     assert not (tmp_path / "run/run.json").exists()
