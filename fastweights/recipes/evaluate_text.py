@@ -59,9 +59,13 @@ def tokenise(source: str | HubText, tokenizer: PreTrainedTokenizerBase, *, longe
     digest, encode = hashlib.sha256(), encoder(tokenizer)
     found: list[tuple[NDArray, int]] = []
     for document in read_texts(source):
+        if not document.text:  # it has no byte to predict; data sets of lines have many such
+            continue
         digest.update(document.text)
         ids = encode([document.text])[0]
         found.append((np.concatenate([[begin], np.asarray(ids, np.int64)]), len(document.text)))
+    if not found:
+        raise Unavailable(f"there is no text in {source}: it is empty, or all of its documents are")
     long = [pair for pair in found if len(pair[0]) > longest]
     joined = sum(len(ids) for ids, _ in long) < min(tokens, sum(len(ids) for ids, _ in found))
     if joined:

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from fastweights import cli
+from fastweights.assets import byte_model_path
 from fastweights.evaluate.harness.tasks import Unavailable
 from fastweights.recipes import evaluate_items
 from fastweights.recipes.evaluate import evaluate, group_means, labels, load_subject
@@ -19,7 +20,7 @@ from fastweights.recipes.evaluate_items import Curve, Language, find
 from fastweights.recipes.evaluate_settings import SUITES, EvalSettings
 from fastweights.recipes.evaluate_suites import CCQ_PAPER, LONGBENCH, groups_of, items_of
 from fastweights.recipes.evaluate_text import read_texts, tokenise
-from fastweights.records import read_rows
+from fastweights.records import append_rows, read_rows
 from fastweights.report import write_report
 from fastweights.train.hub import HubText
 from fastweights.train.tokenizer import byte_tokenizer
@@ -125,12 +126,39 @@ def test_what_is_missing_is_listed_and_the_others_go_on(tmp_path, data, capsys, 
     assert "Not measured" in (tmp_path / "runs/eval/report.html").read_text()
 
 
+def test_a_text_or_a_file_that_is_of_no_use_stops_no_other(measured, data, tmp_path):
+    """Empty documents, in a text and alone; rows of another data set, or none, under a task's name."""
+    write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
+    write_jsonl(tmp_path / "some.jsonl", [{"text": ""}, {"text": "a memory is read " * 9}, {"text": ""}] * 2)
+    write_jsonl(data / "arc_c.jsonl", [{"page": "of a book"}])
+    (data / "siqa.jsonl").write_text("")
+    texts = tuple(str(tmp_path / name) for name in ("empty.jsonl", "some.jsonl"))
+    results, _ = measured(tasks=("arc_challenge", "social_iqa", "piqa"), suite="offline", text=texts, lengths=(16, 64), tokens=64, limit=1)
+    assert [row["task"] for row in results["rows"]] == ["piqa"]
+    told = {entry["task"]: entry["reason"] for entry in results["missing"]}
+    assert "arc_c.jsonl does not hold rows of arc_challenge, with the columns that docs/evaluation.md names: " in told["arc_challenge"]
+    assert "siqa.jsonl" in told["social_iqa"]
+    results, _ = measured(text=texts, lengths=(16, 64), tokens=64)
+    (entry,) = results["missing"]
+    assert entry["task"] == "curve_empty" and entry["reason"].startswith("there is no text in ")
+    assert [row["task"] for row in results["rows"]] == ["curve_some"]
+    assert tokenise(texts[1], byte_tokenizer(), longest=200, tokens=200).documents[0].tolist().count(256) == 2  # of what has text
+
+
+def test_a_row_without_a_run_is_named(measured, tmp_path):
+    append_rows(tmp_path / "out/results.jsonl", [{"task": "piqa"}])
+    with pytest.raises(ValueError, match=r"results\.jsonl: row 1 has no 'run'"):
+        measured(tasks=("piqa",), limit=1)
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
         (("tiny",), "nothing to measure: give tasks, a text, or a suite (ccq-paper, kla-paper, offline)"),
         (("--tasks", "piqa"), "models []: give at least one, and none twice"),
         (("nowhere", "--tasks", "piqa"), "no folder 'nowhere' with a saved model"),
+        ((str(byte_model_path()), "nowhere", "--tasks", "piqa"), "no folder 'nowhere' with a saved model"),
+        ((str(byte_model_path()), "--tasks", "piqa", "--data", "data/piqa.jsonl"), "data='data/piqa.jsonl' is no folder"),
         (("data", "--tasks", "piqa"), "data holds no config.json"),
         (("tiny", "--tasks", "piqa", "--batch-size", "0"), "batch_size=0 is not positive"),
         (("tiny", "--text", "x", "--lengths", "8", "8"), "all must be positive, and none may stand twice"),

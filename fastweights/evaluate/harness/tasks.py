@@ -52,7 +52,9 @@ def load_task(name: str, *, file: LocalFile | None = None, changes: Mapping[str,
     random.seed(SEED)
     try:
         with quiet():
-            loaded = manager.load({"group": "fastweights", "task": [{"task": name, **replaced}]})
+            task = manager.load({"group": "fastweights", "task": [{"task": name, **replaced}]})["tasks"][name]
+            if file:
+                task.build_all_requests(limit=1)  # are these the task's rows?
     except ModuleNotFoundError as error:
         raise Unavailable(f"the package {error.name!r} is missing: pip install 'fastweights[eval]'") from error
     except ImportError as error:  # the harness says which packages
@@ -61,7 +63,12 @@ def load_task(name: str, *, file: LocalFile | None = None, changes: Mapping[str,
         source = f"{file.path} cannot be read" if file else "its data cannot be fetched"
         help_ = "" if file else f"; put the rows into {name}.jsonl in the folder given by --data"
         raise Unavailable(f"{source}: {_one_line(error)}{help_}") from error
-    return loaded["tasks"][name]
+    except Exception as error:  # of the task's own code, which looks at the rows while it is built
+        if file is None:
+            raise
+        what = f"{type(error).__name__}: {_one_line(error)}".removesuffix(": ")
+        raise Unavailable(f"{file.path} does not hold rows of {name}, with the columns that docs/evaluation.md names: {what}") from error
+    return task
 
 
 def _rows_from(path: Path) -> dict[str, Any]:
