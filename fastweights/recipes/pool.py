@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,11 +20,14 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fastweights.recipes.errors import CannotDo
+
 Row = dict[str, Any]
 Report = Callable[[str, int, int, str], None]
 """Told (what is being done, how much is done, of how much, a number worth showing)."""
 _messages: Any = None
 _stop: Any = None
+_pids: Any = None
 
 
 @runtime_checkable  # the shape checker of the tests asks
@@ -45,6 +49,7 @@ def run_jobs(jobs: Sequence[Work], *, processes: int, threads: int, console: Con
 
     Raises:
         KeyboardInterrupt: it was interrupted.
+        CannotDo: a process died, as by a kill for want of memory; the others were ended with it.
         Exception: the first failure of a job, after the others have saved their checkpoints.
     """
     with _board(jobs, console) as report_of, _interrupts(console) as interrupted:
@@ -63,11 +68,12 @@ def run_jobs(jobs: Sequence[Work], *, processes: int, threads: int, console: Con
 
 def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report_of, on_row, interrupted: Callable[[], bool]) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
-    messages, stop = context.Queue(), context.Event()
+    messages, stop, pids = context.Queue(), context.Event(), context.Array("i", len(jobs))
     failure: BaseException | None = None
-    with ProcessPoolExecutor(processes, context, _begin_worker, (messages, stop, threads)) as pool:
+    with ProcessPoolExecutor(processes, context, _begin_worker, (messages, stop, pids, threads)) as pool:
         with _deaf_to_interrupts():  # which the new processes inherit: the terminal sends them its Ctrl-C too
             running = {pool.submit(_work, number, job) for number, job in enumerate(jobs)}
+        children = {child.pid: child for child in multiprocessing.active_children()}
         try:
             while running:
                 done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -83,8 +89,20 @@ def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report
             for child in multiprocessing.active_children():
                 child.kill()
             raise
+    if isinstance(failure, BrokenProcessPool):
+        raise _death({job.name: children[pid].exitcode for job, pid in zip(jobs, pids, strict=True) if pid in children}) from None
     if failure is not None:
         raise failure
+
+
+def _death(codes: dict[str, int | None]) -> CannotDo:
+    """Of the runs that were being done and how their processes ended: which died, as the pool ends the others by SIGTERM."""
+    died = {name: code for name, code in codes.items() if code not in (None, -signal.SIGTERM)} or codes
+    how = {f"by {signal.Signals(-code).name}" if code and code < 0 else f"with exit code {code}" for code in died.values()}
+    return CannotDo(
+        f"{', '.join(died) or 'a run'}: its process died {' and '.join(sorted(how))}; SIGKILL is what a system out of memory sends."
+        " Finished runs and the last checkpoints of the others are kept, and the same command goes on; --processes 1 takes less memory"
+    )
 
 
 @contextmanager
@@ -99,9 +117,9 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _begin_worker(messages, stop, threads: int) -> None:
-    global _messages, _stop
-    _messages, _stop = messages, stop
+def _begin_worker(messages, stop, pids, threads: int) -> None:
+    global _messages, _stop, _pids
+    _messages, _stop, _pids = messages, stop, pids
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and sets `stop`
     torch.set_num_threads(threads)
     _quiet()
@@ -116,6 +134,7 @@ def _quiet() -> None:
 def _work(number: int, job: Work) -> Row | None:
     parent = multiprocessing.parent_process()
     assert parent is not None
+    _pids[number] = os.getpid()
     last = 0.0
 
     def report(phase: str, done: int, total: int, note: str) -> None:
@@ -128,6 +147,7 @@ def _work(number: int, job: Work) -> Row | None:
     row = None if _stop.is_set() else job.run(report, lambda: _stop.is_set() or not parent.is_alive())
     if not parent.is_alive():  # it was killed, and nobody else would end this process
         os._exit(1)
+    _pids[number] = 0
     return row
 
 

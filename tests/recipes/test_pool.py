@@ -1,20 +1,24 @@
 import io
+import os
+import signal
 import time
 from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 
+from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.pool import run_jobs
 
 
 @dataclass(frozen=True)
 class Fake:
-    """Counts to its number, a tenth of a second each, unless it is told to fail or to stop."""
+    """Counts to its number, a tenth of a second each, unless it is told to fail, to die or to stop."""
 
     name: str
     steps: int
     fails: bool = False
+    dies: bool = False
 
     def run(self, report, should_stop):
         for step in range(self.steps):
@@ -22,6 +26,8 @@ class Fake:
                 return None
             report("counting", step, self.steps, f"{step} seen")
             time.sleep(0.1)
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.fails:
             raise FloatingPointError(f"{self.name} came to nothing")
         return {"name": self.name}
@@ -51,3 +57,11 @@ def test_every_row_comes_and_every_phase_is_told(run):
 def test_a_failure_is_raised_and_takes_no_finished_row_with_it(run):
     rows, _, failure = run(Fake("a", 1), Fake("b", 3, fails=True), Fake("c", 600))
     assert rows == ["a"] and failure == "b came to nothing"
+
+
+@pytest.mark.full
+def test_a_run_whose_process_is_killed_is_named():
+    rows, jobs = [], [Fake("quick", 1), Fake("greedy", 3, dies=True), Fake("patient", 600), Fake("waiting", 1)]
+    with pytest.raises(CannotDo, match=r"^greedy: its process died by SIGKILL; .* Finished runs .* are kept, and the same command goes on"):
+        run_jobs(jobs, processes=3, threads=1, console=Console(file=io.StringIO()), on_row=rows.append)
+    assert {"name": "quick"} in rows
