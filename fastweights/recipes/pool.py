@@ -90,7 +90,7 @@ def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report
                 child.kill()
             raise
     if isinstance(failure, BrokenProcessPool):
-        raise _death({job.name: children[pid].exitcode for job, pid in zip(jobs, pids, strict=True) if pid in children}) from None
+        raise _death({job.name: children[pid].exitcode for job, pid in zip(jobs, pids[:], strict=True) if pid in children}) from None
     if failure is not None:
         raise failure
 
