@@ -23,6 +23,33 @@ def test_steps_of_a_layer_equal_its_forward(mixer, options, piece):
         close(kept, expected)
 
 
+@pytest.mark.parametrize(
+    "mixer, options",
+    [
+        ("kla+ccq", OPTIONS["kla+ccq"][1]),
+        pytest.param("kla+ccq", OPTIONS["kla+ccq"][2], marks=pytest.mark.full),
+        pytest.param("gated_deltanet+ccq", {}, marks=pytest.mark.full),
+        pytest.param("gated_deltanet+ccq", {"num_value_heads": 4, "ccq_unit_keys": True}, marks=pytest.mark.full),
+    ],
+)
+def test_one_launch_in_a_layer_is_its_two_steps(mixer, options, monkeypatch):
+    """Asked for by backend="triton", here in Triton's interpreter."""
+    kernel = pytest.importorskip("fastweights.ops.delta.ccq_step_triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs this kernel compiled")
+    launches, call = [], kernel.delta_ccq_step_triton_
+    monkeypatch.setattr(kernel, "delta_ccq_step_triton_", lambda *a, **o: launches.append(o) or call(*a, **o))
+    x = torch.randn(2, 3, D)
+    results = []
+    for backend in ("torch", "triton"):
+        layer = build(mixer, backend=backend, **options)
+        state = layer.initial_state(2)
+        results.append([torch.cat([layer.step_(part, state) for part in x.split(2, dim=1)], dim=1), *tensors_of(state)])
+    assert len(launches) == 2
+    for plain, fused in zip(*results, strict=True):
+        close(fused, plain, digits=1e-5)
+
+
 @pytest.mark.parametrize("window, slots", [(None, 9), (None, 14), (4, 4), (4, 7)])
 def test_steps_of_softmax_equal_its_forward(window, slots):
     layer = build_softmax(window_size=window).double()

@@ -104,10 +104,10 @@ def test_conv():
     finite(found)
 
 
-@pytest.mark.parametrize("T", [1, 3])
-def test_steps(T):
-    x = make(Case(T=T, K=20, V=40, heads=(2, 4), rows="two", decay="mixed"))
-    c = ccq_loop.draw(T=T, K=20, dtype=torch.float32, state=True)
+@pytest.mark.parametrize("T, K", [(1, 20), pytest.param(3, 20, marks=FULL), (1, 16)])
+def test_steps(T, K):
+    x = make(Case(T=T, K=K, V=40, heads=(2, 4), rows="two", decay="mixed"))
+    c = ccq_loop.draw(T=T, K=K, dtype=torch.float32, state=True)
     memories, moments = [x.state.clone(), x.state.clone()], type(c["state"])(*(t.clone().contiguous() for t in c["state"]))
     with watched():
         o = delta_step_triton_(x.q, x.k, x.v, x.coef, memories[0])

@@ -79,9 +79,11 @@ def _step(
     B, T, H, K = k.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel():
-        BV = min(padded(K), 64)
+        BK = padded(K)
+        BV = min(BK, 64)
+        warps = min(8, BK * BV // 128)  # four numbers a thread: were two to hold one, one could read it after the other has written
         step_kernel[(B * H,)](
-            q, k, lam, g, ks, covariance, mean, weight, out, T, H, K, BK=padded(K), BV=BV, NV=triton.cdiv(K, BV), num_warps=8
+            q, k, lam, g, ks, covariance, mean, weight, out, T, H, K, BK=BK, BV=BV, NV=triton.cdiv(K, BV), num_warps=warps
         )  # fmt: skip
     return out
 

@@ -78,6 +78,7 @@ def _step(
         return o
     BV, warps = FULL if B * H * triton.cdiv(V, 32) >= 256 else FEW
     NV = triton.cdiv(V, BV)
+    warps = min(warps, padded(K) * BV // 128)  # four numbers a thread: were two to hold one, one could read it after the other has written
     step_kernel[(B * H * NV,)](
         q, k, v, g, qs, ks, vs, state, o, T, H, H // Hk, K, V, heads_in(qs), heads_in(ks), heads_in(vs), scale,
         BK=padded(K), BV=BV, NV=NV, CHANNEL=g is not None and g.dim() == 4, num_warps=warps,

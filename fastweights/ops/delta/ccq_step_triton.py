@@ -145,7 +145,7 @@ def _step(
     numbers, warps = shape
     BK = padded(K)
     BC, BV = (min(padded(size), max(16, numbers // BK)) for size in (K, V))
-    warps = min(warps, BK * min(BC, BV) // 128)  # four numbers a thread, or two threads would hold one
+    warps = min(warps, BK * min(BC, BV) // 128)  # four numbers a thread, so that no two hold one (see the decay step)
     for start in range(0, T, TOKENS):
         count = min(TOKENS, T - start)
         step_kernel[(B * Hk,)](
