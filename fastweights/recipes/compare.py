@@ -25,8 +25,8 @@ from fastweights.recipes.summary import summarise
 from fastweights.records import append_rows, provenance, rows_by_run
 from fastweights.report import write_report
 from fastweights.report.terminal import comparison_table
+from fastweights.train.carry import batches_of, check_carry
 from fastweights.train.corpus import Corpus, load_corpus
-from fastweights.train.packing import PackedBatches
 from fastweights.train.presets import SIZES, ModelSize
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 
@@ -79,6 +79,9 @@ def plan_comparison(settings: CompareSettings) -> Plan:
         texts = (Text(corpus.folder, "train"), Text(corpus.folder, "validation"))
     training, validation = (text.open() for text in texts)
     _check_enough_text(settings, training, validation)
+    if settings.train.carry_memory:
+        for config, _ in (made for by_label in configs.values() for made in by_label.values()):
+            check_carry(FastWeightsConfig(**config), by_number=True)
 
     jobs = []
     for size, by_label in configs.items():
@@ -176,7 +179,7 @@ def _run_plan(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def _check_enough_text(settings: CompareSettings, training: Corpus, validation: Corpus) -> None:
-    PackedBatches(training, sequence_length=settings.train.sequence_length, windows=1, count=1)
+    batches_of(training, settings.train)
     longest = settings.lengths[-1]
     try:
         choose_stretches(validation.lengths.tolist(), longest, longest)

@@ -30,8 +30,8 @@ from fastweights.recipes.train_settings import TrainingRun, determining, flat
 from fastweights.recipes.train_text import Mixture, Validation, find_text
 from fastweights.records import append_rows, provenance, read_rows
 from fastweights.report.numbers import interval
+from fastweights.train.carry import batches_of, check_carry
 from fastweights.train.corpus import Corpus
-from fastweights.train.packing import PackedBatches
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
 
@@ -95,8 +95,10 @@ def plan_training(settings: TrainingRun) -> TrainingJob:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in FastWeightsForCausalLM(config).parameters())
     training, validation = find_text(settings.data, settings.validation, tokenizer, name=name, seed=settings.seed)
+    if settings.train.carry_memory:
+        check_carry(config, by_number=isinstance(training, Text))
     if isinstance(training, Text):
-        PackedBatches(training.open(), sequence_length=settings.train.sequence_length, windows=1, count=1)  # raises for too little text
+        batches_of(training.open(), settings.train)  # raises for too little text
     _check_validation(settings, validation.open())
     job = TrainingJob(settings, config, name, parameters, training, validation, device)
     if not settings.restart:
@@ -181,7 +183,8 @@ def _refuse_other_settings(job: TrainingJob) -> None:
     if not file.exists():
         return
     try:
-        before, now = dict(json.loads(file.read_text())["identity"]), _identity(job)
+        written, now = json.loads(file.read_text())["identity"], _identity(job)
+        before = determining(flat(TrainingRun())) | dict(written)  # a setting that is younger than the run has had its default
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged, so the run in it cannot go on: {error!r}. Give another --out, or --restart") from None
     other = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in now | before if before.get(name) != now.get(name)]

@@ -15,13 +15,18 @@ from torch import Tensor, nn
 
 from fastweights.layers import FastWeightAttention
 
-Inputs = dict[str, Tensor]
+Inputs = dict[str, Any]
+"""Of a model's forward."""
 
 
 def first_window(inputs: Inputs, sequence_length: int) -> Inputs:
-    """The first window of a packed row that has one cu_seqlens."""
-    bounds = inputs["cu_seqlens"]
-    return {"input_ids": inputs["input_ids"][:, :sequence_length], "cu_seqlens": bounds[bounds <= sequence_length]}
+    """The first window of a packed row that has one cu_seqlens; with what it begins with, if the row has a cache of that."""
+    bounds = inputs["cu_seqlens"][inputs["cu_seqlens"] <= sequence_length]
+    window = {"input_ids": inputs["input_ids"][:, :sequence_length], "cu_seqlens": bounds}
+    if "cache" in inputs:
+        window["cache"] = inputs["cache"].copy()
+        window["cache"].batch_select_indices(torch.arange(len(bounds) - 1))
+    return window
 
 
 @torch.no_grad()

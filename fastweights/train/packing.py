@@ -2,7 +2,7 @@
 
 An epoch lays all documents end to end in an order drawn from (seed, epoch), cuts the stream into windows of `sequence_length` tokens,
 and feeds the windows in an order drawn from (seed, epoch) too. A batch is one packed row of windows. Memory and convolution begin anew
-at each document *and* at each window, so the windows of a batch do not see each other.
+at each document *and* at each window, so the windows of a batch do not see each other; `carry` has another order, and memory that goes on.
 """
 
 from __future__ import annotations
@@ -93,11 +93,12 @@ class PackedBatches(Dataset):
 
     def _window_numbers(self, batch: int) -> list[tuple[int, int]]:
         first = (batch * self.ranks + self.rank) * self.windows
-        numbers = []
-        for number in range(first, first + self.windows):
-            epoch, place = divmod(number, self.windows_per_epoch)
-            numbers.append((epoch, int(self._order(epoch)[2][place])))
-        return numbers
+        return [self._window(number) for number in range(first, first + self.windows)]
+
+    def _window(self, number: int) -> tuple[int, int]:
+        """(epoch, window in it) of the windows that all ranks are fed, by number."""
+        epoch, place = divmod(number, self.windows_per_epoch)
+        return epoch, int(self._order(epoch)[2][place])
 
     def _pieces(self, epoch: int, window: int) -> list[tuple[int, int, int]]:
         """The (document, begin, end) that a window is made of."""

@@ -60,6 +60,9 @@ class TrainSettings:
     """Tokens of an optimizer step, over all devices."""
     sequence_length: int = 256
     """Tokens of a training window; memory begins anew at each window and at each document in it."""
+    carry_memory: bool = False
+    """Let a window that begins inside a document begin with the memory that the window before it left, without that one's gradients:
+    each window of a step is then a lane, which reads text in order. For files and folders, and models without softmax layers."""
     learning_rate: float = 4e-3
     """Peak learning rate."""
     final_learning_rate: float = 0.1

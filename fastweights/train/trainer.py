@@ -1,7 +1,8 @@
 """Training through transformers' Trainer on accelerate; ours are the packed batches, the guards and the report of progress.
 
 A cached corpus needs no state of its own: a batch is a function of its number (`packing`), and the Trainer's checkpoint holds the step.
-What is streamed or mixed is resumed from the places of its readers (`stream`), which a checkpoint holds in a file for each rank.
+What is streamed or mixed is resumed from the places of its readers (`stream`), and memory that is carried over from what the windows left
+(`carry`): a checkpoint holds either in a file for each rank.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from fastweights.models import FastWeightsForCausalLM, parameter_groups
+from fastweights.train.carry import CarriedMemory, batches_of, check_carry
 from fastweights.train.corpus import Corpus
 from fastweights.train.flops import peak_flops, training_flops
 from fastweights.train.observe import first_window, observe
@@ -35,6 +37,7 @@ from fastweights.train.stream import Stream, StreamRows
 
 CHECKPOINT = "checkpoint-"
 PLACES = "places-of-rank-{}.json"
+CARRIED = "carried-by-rank-{}.pt"
 CURVE = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 """What a checkpoint remembers of each point of the curve."""
 WHOLE_LOGITS = 2**26
@@ -171,12 +174,16 @@ class PackedTrainer(transformers.Trainer):
                 f"each of accumulation={settings.accumulation} pieces on each of {ranks} ranks"
             )
         self.place_of = {"rank": arguments.process_index, "ranks": ranks}
-        cut = {"sequence_length": settings.sequence_length, "windows": windows, "seed": seed, **self.place_of}
         self.batches: PackedBatches | StreamRows
         if isinstance(text, Corpus):
-            self.batches = PackedBatches(text, count=settings.steps * settings.accumulation, **cut)
+            self.batches = batches_of(text, settings, seed=seed, **self.place_of)
         else:
-            self.batches = StreamRows(text, workers=settings.workers, **cut)
+            cut = {"sequence_length": settings.sequence_length, "windows": windows, "workers": settings.workers}
+            self.batches = StreamRows(text, seed=seed, **cut, **self.place_of)
+        self.carried: CarriedMemory | None = None
+        if settings.carry_memory:
+            check_carry(model.config, by_number=isinstance(text, Corpus))
+            self.carried = CarriedMemory(model.config, sequence_length=settings.sequence_length, pieces=settings.accumulation)
         self._used: deque[str] = deque(maxlen=settings.accumulation)
         self.inputs = input_names(model)
         self.flops_per_token = training_flops(model, settings.sequence_length)
@@ -184,7 +191,7 @@ class PackedTrainer(transformers.Trainer):
         self.loss_only = {} if whole or not _loses_without_logits(model) else {"logits_to_keep": 1}
         self._began = self._logged_at = 0.0
         self._logged_step = 0
-        self._window: dict[str, Tensor] = {}
+        self._window: dict[str, Any] = {}
         self._step_loss, self._recent = 0.0, deque[float](maxlen=SPIKE_STEPS)
         super().__init__(model=model, args=arguments, train_dataset=self.batches)
         if quiet:
@@ -193,27 +200,32 @@ class PackedTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """One packed row a micro-batch. Not handed to accelerate: the batches know their rank."""
         streamed = isinstance(self.batches, StreamRows)
-        names = [*self.inputs, "reader", "place"] if streamed else self.inputs
+        names = [*self.inputs, *(["reader", "place"] if streamed else ["continued"] if self.carried else [])]
         return DataLoader(
             self.batches, batch_size=1, collate_fn=partial(_only_row, names), num_workers=self.settings.workers if streamed else 0
         )
 
     def find_place(self, checkpoint: Path) -> None:
-        """Let streamed text go on from where a checkpoint left it.
+        """Let streamed text, or carried memory, go on from where a checkpoint left it.
 
         Raises:
             ValueError: the checkpoint is of another number of ranks.
         """
-        if not isinstance(self.batches, StreamRows):
+        here, before, what = self.place_of["rank"], None, "streamed text"
+        if isinstance(self.batches, StreamRows):
+            file = checkpoint / PLACES.format(here)
+            place = json.loads(file.read_text()) if file.exists() else {"ranks": None, "fed": 0, "places": {}}
+            before, self.batches.fed, self.batches.places = place["ranks"], place["fed"], place["places"]
+        elif self.carried:
+            file, what = checkpoint / CARRIED.format(here), "carried memory"
+            before = self.carried.load(file, self.args.device) if file.exists() else None
+        else:
             return
-        file = checkpoint / PLACES.format(self.place_of["rank"])
-        place = json.loads(file.read_text()) if file.exists() else {}
-        if place.get("ranks") != self.place_of["ranks"]:
+        if before != self.place_of["ranks"]:
             raise ValueError(
-                f"{checkpoint} was written by {place.get('ranks', 'fewer')} ranks and there are {self.place_of['ranks']}; streamed text is "
-                "shared out by ranks, so it goes on with as many"
+                f"{checkpoint} was written by {before or 'fewer'} ranks and there are {self.place_of['ranks']}; {what} is shared out by "
+                "ranks, so it goes on with as many"
             )
-        self.batches.fed, self.batches.places = place["fed"], place["places"]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """What the Trainer saves on every rank, before the file that makes a checkpoint whole."""
@@ -221,6 +233,8 @@ class PackedTrainer(transformers.Trainer):
         if isinstance(self.batches, StreamRows):
             place = {"ranks": self.place_of["ranks"], "fed": self.batches.fed, "places": self.batches.places}
             Path(output_dir, PLACES.format(self.place_of["rank"])).write_text(json.dumps(place))
+        if self.carried:
+            self.carried.save(Path(output_dir, CARRIED.format(self.place_of["rank"])), self.place_of["ranks"])
 
     def _take_place(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Note what is used, and leave the tensors."""
@@ -238,12 +252,16 @@ class PackedTrainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of a micro-batch; what is not finite stops here, before clipping spreads it and a weight takes it."""
         inputs = self._take_place(inputs)
+        if self.carried:
+            inputs = self.carried.begin(inputs)
         if "cu_seqlens" in inputs and (self.state.global_step + 1) % self.settings.log_every == 0:
             self._window = first_window(inputs, self.settings.sequence_length)
         loss = super().training_step(model, inputs | self.loss_only, num_items_in_batch)
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         if not torch.isfinite(loss + norm):
             raise FloatingPointError(self._stopped_at(f"the loss is {loss.item():g}; not finite: {_not_finite(model) or 'the loss alone'}"))
+        if self.carried:
+            self.carried.end(inputs["cache"])
         if self.settings.spike:
             self._look_for_spike(loss.item())
         return loss
@@ -291,7 +309,7 @@ class PackedTrainer(transformers.Trainer):
             return {}
         assert isinstance(self.model, nn.Module)
         with self.compute_loss_context_manager():
-            return observe(self.model, {name: value.to(self.args.device) for name, value in self._window.items()})
+            return observe(self.model, self._prepare_inputs(self._window))
 
     def start_clock(self) -> None:
         """Count seconds on from what the log of an earlier part says."""

@@ -181,6 +181,7 @@ def test_settings_that_cannot_be_met_are_refused_before_any_work(small, tmp_path
         (dict(data=("nowhere",)), "no file or folder 'nowhere'"),
         (dict(train=TrainSettings(steps=1, batch_tokens=2**20, sequence_length=2**20)), "do not fill one window"),
         (dict(evaluate=dataclasses.replace(small().evaluate, longest=1024)), "too short for contexts of longest=1024 times"),
+        (dict(mixers=("kla", "softmax"), train=dataclasses.replace(small().train, carry_memory=True)), "softmax layers"),
         (dict(device="cuda"), "torch sees no GPU"),
     ]:
         if "cuda" in changes.values() and torch.cuda.is_available():

@@ -277,3 +277,27 @@ def test_a_run_of_other_settings_is_refused_before_any_work(small, tmp_path):
     with pytest.raises(ValueError, match=r"holds a run of other settings: seed was 0, is 1\. Give another --out, or --restart"):
         plan_training(small(seed=1))
     plan_training(small(seed=1, restart=True))
+
+
+def test_a_run_that_is_older_than_a_setting_goes_on(small, tmp_path):
+    """It had the default."""
+    recipe._write_settings(plan_training(small()))
+    file = tmp_path / "run/run.json"
+    written = json.loads(file.read_text())
+    assert written["identity"].pop("train.carry_memory") is False
+    file.write_text(json.dumps(written))
+    plan_training(small())
+    with pytest.raises(ValueError, match=r"train\.carry_memory was False, is True"):
+        plan_training(small(train=dataclasses.replace(TRAIN, carry_memory=True)))
+
+
+def test_memory_that_cannot_be_carried_is_refused_before_any_work(small, text, tmp_path):
+    train = dataclasses.replace(TRAIN, carry_memory=True)
+    for changes, message in [
+        ({"mixer": "softmax"}, "softmax layers .* have no memory to hand on"),
+        ({"data": (f"{text}:0.5", f"{text}:0.5")}, "lanes of streamed or mixed text"),
+        ({"train": dataclasses.replace(train, batch_tokens=2**20)}, "do not fill one window of sequence_length=16 in each of 65536 lanes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plan_training(small(**{"train": train} | changes))
+    assert not (tmp_path / "run").exists()

@@ -55,6 +55,20 @@ def test_two_processes_train_as_one(texts, tmp_path):
         assert_same_training(results, straight, steps=8)
 
 
+def test_carried_memory_in_two_processes(texts, tmp_path):
+    """Each process carries what its own lanes have read, so another number of them is refused."""
+    carried = {"carry_memory": True, "accumulation": 2}
+    straight = Run(tmp_path / "one", changes=carried)(texts)
+    parts = [Run(tmp_path / "two", stop_at=3, changes=carried), Run(tmp_path / "two", changes=carried)]
+    first, last = zip(*in_two_processes(train_each, tmp_path, parts, texts), strict=True)
+    assert fed_by_step(first, 2) + fed_by_step(last, 2) == fed_by_step([straight], 2)
+    assert_same_training(last, straight, steps=8)
+    with pytest.raises(ValueError, match="was written by 2 ranks and there are 1; carried memory is shared out by ranks"):
+        Run(tmp_path / "two", changes=carried)(texts)
+    anew = Run(tmp_path / "anew")(texts)
+    assert (anew["curve"][:, 0] - straight["curve"][:, 0]).abs().max() > 1e-3
+
+
 def test_a_run_goes_on_in_another_number_of_processes(texts, tmp_path):
     """One process, then two of which one is told to stop, then one: the tokens and losses of the straight run."""
     straight = Run(tmp_path / "straight")(texts)
