@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +36,18 @@ AUTO_MAP = {
     "AutoModel": "fastweights_shim.FastWeightsModel",
     "AutoModelForCausalLM": "fastweights_shim.FastWeightsForCausalLM",
 }
+
+
+KINDS: dict[str, tuple[Any, str]] = {
+    "str": (str, "a word"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "true or false"),
+    "None": (type(None), "none"),
+    "list[str]": (str, "a list of words"),
+    "list[int]": (Integral, "a list of whole numbers"),
+}
+"""How the fields' types are written: what is of that kind, each part of it in a list, and what people call it."""
 
 
 # What transformers itself hands to a configuration, or writes into its file, besides the fields of `PreTrainedConfig`.
@@ -110,6 +123,7 @@ class FastWeightsConfig(PreTrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
+        self._check_kinds()
         if self.format_version != FORMAT_VERSION:
             raise ValueError(
                 f"format_version={self.format_version}: this fastweights reads format {FORMAT_VERSION}; install the one that saved it"
@@ -153,6 +167,18 @@ class FastWeightsConfig(PreTrainedConfig):
             backend=self.backend,
             **{name: getattr(self, name) for name in mixer_options(mixer)},
         )
+
+    def _check_kinds(self) -> None:
+        """A file, and a dataclass, may hold anything."""
+        for name, annotation in FastWeightsConfig.__annotations__.items():
+            if annotation.startswith("ClassVar"):
+                continue
+            value, wanted = getattr(self, name), annotation.split(" | ")
+            if not any(_is_a(value, kind) for kind in wanted):
+                raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS[kind][1] for kind in wanted)}")
+        for name in ("hidden_size", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive")
 
     def _build_each_mixer(self) -> None:
         """A configuration is possible if its layers can be built, so they are, once, without memory."""
@@ -200,6 +226,12 @@ class FastWeightsConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
         """Nothing: transformers would copy our source files into saved folders, where the shim is enough."""
+
+
+def _is_a(value: object, kind: str) -> bool:
+    if kind.startswith("list"):
+        return isinstance(value, (list, tuple)) and all(isinstance(part, KINDS[kind][0]) for part in value)
+    return isinstance(value, KINDS[kind][0]) and isinstance(value, bool) == (kind == "bool")
 
 
 def _head_size(name: str, expand: float, hidden_size: int, heads: int) -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -34,6 +33,7 @@ from fastweights.recipes.bench_memory import (
 from fastweights.recipes.bench_results import joined
 from fastweights.recipes.bench_settings import BenchSettings, What
 from fastweights.recipes.folder import alone_in
+from fastweights.recipes.saved import saved_config
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.train_presets import PRESETS
 from fastweights.records import append_rows, commit, device_name, provenance, rows_by_run, versions
@@ -108,10 +108,7 @@ def plan_bench(what: What, models: Sequence[str], settings: BenchSettings) -> Pl
 
 def _named(model: str) -> Contender:
     if (Path(model) / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(model)
-        if not isinstance(config, FastWeightsConfig):
-            raise ValueError(f"{model!r} holds a model of type {config.model_type!r}; this measures models of fastweights")
-        path = Path(model).resolve()
+        config, path = saved_config(model), Path(model).resolve()
         return Contender(path.parent.name if path.name == "model" else path.name, config, model)
     if model not in PRESETS:
         raise ValueError(f"{model!r} is neither the folder of a saved model (it has no config.json) nor a preset: {', '.join(PRESETS)}")
@@ -285,14 +282,8 @@ def _full_softmax(config: FastWeightsConfig) -> bool:
 def _load(contender: Contender, settings: BenchSettings) -> FastWeightsForCausalLM:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if contender.folder is not None:
-        bars = transformers.logging.is_progress_bar_enabled()
-        transformers.logging.disable_progress_bar()
-        try:
-            dtype = dtypes.get(settings.precision, "auto")
-            return load_whole(FastWeightsForCausalLM, str(contender.folder), dtype=dtype, device_map=settings.device)
-        finally:
-            if bars:
-                transformers.logging.enable_progress_bar()
+        dtype = dtypes.get(settings.precision, "auto")
+        return load_whole(FastWeightsForCausalLM, contender.folder, dtype=dtype, device_map=settings.device)
     torch.manual_seed(settings.seed)
     dtype = dtypes[("bf16" if settings.device == "cuda" else "fp32") if settings.precision == "auto" else settings.precision]
     return FastWeightsForCausalLM(contender.config).to(settings.device, dtype).eval()  # type: ignore[arg-type]

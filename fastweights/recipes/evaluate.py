@@ -11,14 +11,13 @@ from typing import Any
 
 import lm_eval
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import fastweights  # noqa: F401  registers our models with transformers
 from fastweights.evaluate.harness.tasks import Unavailable
-from fastweights.models.loading import load_whole
+from fastweights.models.loading import load_config, load_whole
 from fastweights.recipes.evaluate_items import Item, Row, Subject
 from fastweights.recipes.evaluate_settings import EvalSettings
 from fastweights.recipes.evaluate_suites import groups_of, items_of
@@ -43,11 +42,7 @@ def load_subject(name: str, label: str, settings: EvalSettings) -> Subject:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
     folder = _check_name(name)
-    transformers.logging.disable_progress_bar()
-    try:
-        model = load_whole(AutoModelForCausalLM, name, dtype=settings.dtype, device_map=device)
-    finally:
-        transformers.logging.enable_progress_bar()
+    model = load_whole(AutoModelForCausalLM, name, dtype=settings.dtype, device_map=device)
     return Subject(label, name, _fingerprint(folder, model), model, _tokenizer(name, settings))
 
 
@@ -162,12 +157,14 @@ def labels(names: Sequence[str]) -> list[str]:
 
 
 def _check_name(name: str) -> Path:
-    """ValueError for what is neither the folder of a saved model nor may be a name on the hub."""
+    """ValueError or OSError for what is neither the folder of a saved model nor may be a name on the hub."""
     folder = Path(name)
     if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ValueError(f"no folder {name!r} with a saved model")
     if folder.exists() and not (folder / "config.json").exists():
         raise ValueError(f"{name} holds no config.json: give the folder that save_pretrained wrote")
+    if folder.exists():
+        load_config(name)  # raises for one that cannot be used
     return folder
 
 
@@ -176,7 +173,7 @@ def _tokenizer(name: str, settings: EvalSettings) -> PreTrainedTokenizerBase | N
         return load_tokenizer(settings.tokenizer)
     if Path(name).exists() and not any(Path(name).glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(name)
+    return load_tokenizer(name)
 
 
 def _fingerprint(folder: Path, model: PreTrainedModel) -> str:

@@ -1,4 +1,4 @@
-"""The folder that a command writes into, for as long as it does."""
+"""Folders as commands take them: what a saved model is in, and what is written into. Importing this loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def alone_in(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise CannotDo(f"cannot write into the folder {str(folder)!r}: {error.strerror}") from None
         yield
+
+
+def check_saved(folder: str) -> None:
+    """CannotDo unless it may be what ``save_pretrained`` wrote."""
+    if not (Path(folder) / "config.json").is_file():
+        where = "models of `fastweights compare` are in OUT/models/NAME/model"
+        raise CannotDo(f"{folder!r} is not the folder of a saved model: it has no config.json ({where})")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.generate import Completion, Engine, Sampling, Snapshot
 from fastweights.generate.prompts import check_text
 from fastweights.models import FastWeightsForCausalLM
-from fastweights.models.loading import load_whole
 from fastweights.recipes.generate_settings import GenerateSettings
-from fastweights.train.tokenizer import document_token_id, load_tokenizer
+from fastweights.recipes.saved import load_saved
+from fastweights.train.tokenizer import document_token_id
 
 SOFTMAX_CONTEXT = 16_384
 
@@ -73,27 +72,10 @@ def prepare(model: str, settings: GenerateSettings) -> Writer:
 
 def load(folder: str, settings: GenerateSettings) -> tuple[FastWeightsForCausalLM, PreTrainedTokenizerBase]:
     """A saved model and its tokenizer, ready to decode."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{folder!r} is not the folder of a saved model: it has no config.json")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': this machine has none that torch can use; take device='cpu'")
-    dtype = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        if config.model_type != "fastweights":
-            raise ValueError(f"{folder!r} holds a model of type {config.model_type!r}; this decodes models of fastweights")
-        model = load_whole(FastWeightsForCausalLM, folder, dtype=dtype)
-        tokenizer = load_tokenizer(folder)
-    except Exception as error:  # safetensors, JSON and transformers each have their own
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"the model in {folder!r} cannot be loaded: {first}") from error
-    finally:
-        if bars:
-            transformers.logging.enable_progress_bar()
-    return model.to(device), tokenizer
+    return load_saved(folder, device, {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision])
 
 
 def run(writer: Writer, console: Console) -> None:

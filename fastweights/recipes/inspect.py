@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PreTrainedTokenizerBase
 
 from fastweights.evaluate.accuracy import EVALUATION_SEED, interval
 from fastweights.evaluate.microscope import STATES, TOKENS, View, inspect_memory, layers_with_memory
 from fastweights.evaluate.microscope_summary import digits, summarise_view
 from fastweights.evaluate.needle import Needle, find_needle
-from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
-from fastweights.models.loading import load_whole
+from fastweights.models import FastWeightsForCausalLM
 from fastweights.recipes.folder import alone_in
 from fastweights.recipes.inspect_settings import S_NIAH, InspectSettings
+from fastweights.recipes.saved import load_saved
 from fastweights.records import append_rows, provenance, rows_by_run
 from fastweights.report import write_report
 from fastweights.report.terminal import microscope_tables
@@ -93,27 +92,6 @@ def prepare(model: str, text: str, settings: InspectSettings) -> Slide:
     label = Path(model).resolve().parent.name if Path(model).name == "model" else Path(model).name
     folder = settings.out or Path("runs/inspect") / label
     return Slide(loaded, tokenizer, label, settings, source, content, ids, needle, answer, cells, folder)
-
-
-def load_saved(model: str, device: str) -> tuple[FastWeightsForCausalLM, PreTrainedTokenizerBase]:
-    """A folder that ``save_pretrained`` wrote, with its tokenizer.
-
-    Raises:
-        ValueError: no such folder, or another kind of model.
-    """
-    if not (Path(model) / "config.json").is_file():
-        raise ValueError(
-            f"no saved model in {model!r}: it has no config.json (models of `fastweights compare` are in OUT/models/NAME/model)"
-        )
-    config = AutoConfig.from_pretrained(model)
-    if not isinstance(config, FastWeightsConfig):
-        raise ValueError(f"{model!r} holds a {config.model_type} model: the microscope looks into fast-weight memories, and it has none")
-    logging.disable_progress_bar()
-    loaded = load_whole(FastWeightsForCausalLM, model, device_map=device)
-    try:
-        return loaded, AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{model!r} holds no tokenizer to read a text with: {str(error).splitlines()[0]}") from None
 
 
 def read_text(text: str) -> tuple[str, str]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import socket
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
 from fastapi import HTTPException
 from rich.console import Console
-from transformers import AutoConfig, AutoTokenizer
 
 from fastweights.models import FastWeightsForCausalLM
+from fastweights.recipes.saved import saved_config
 from fastweights.recipes.serve_settings import CHAT_TEMPLATE, ServeSettings
+from fastweights.train.tokenizer import load_tokenizer
 
 
 class ServedModel(FastWeightsForCausalLM):
@@ -50,16 +50,8 @@ def prepare(model: str, settings: ServeSettings) -> dict[str, Any]:
     Raises:
         ValueError, OSError: what cannot be served, and why.
     """
-    if not (Path(model) / "config.json").is_file():
-        raise ValueError(f"{model!r} is not the folder of a saved model: it has no config.json")
-    try:
-        kind = AutoConfig.from_pretrained(model).model_type
-        template = AutoTokenizer.from_pretrained(model).chat_template
-    except Exception as error:  # JSON, tokenizers and transformers each have their own
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"the model in {model!r} cannot be loaded: {first}") from error
-    if kind != FastWeightsForCausalLM.config_class.model_type:
-        raise ValueError(f"{model!r} holds a model of type {kind!r}; `transformers serve` serves it without us")
+    saved_config(model)
+    template = load_tokenizer(model).chat_template
     device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': this machine has none that torch can use; take device='cpu'")

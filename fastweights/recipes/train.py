@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
-from fastweights.models.loading import load_whole
+from fastweights.models.loading import load_config, load_whole
 from fastweights.recipes.folder import alone_in
 from fastweights.recipes.job import Text, measure, sample
 from fastweights.recipes.pool import Report, cores, run_jobs
@@ -152,7 +152,7 @@ def _check_validation(settings: TrainingRun, corpus: Corpus) -> None:
 
 def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> FastWeightsConfig:
     if settings.init_from:
-        config = AutoConfig.from_pretrained(settings.init_from)
+        config = load_config(settings.init_from)
         if not isinstance(config, FastWeightsConfig):
             raise ValueError(
                 f"init_from={settings.init_from!r} is a {config.model_type}; what can be fine-tuned here is a fastweights model"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fastweights.models.loading import first_line
+
 BYTES = "bytes"
 """The name that stands for `byte_tokenizer` wherever a tokenizer is named."""
 DOCUMENT_TOKEN = "<|document|>"
@@ -33,8 +35,17 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """`bytes`, or whatever `AutoTokenizer` finds under a local folder's or a hub's name."""
-    return byte_tokenizer() if name == BYTES else AutoTokenizer.from_pretrained(name)
+    """`bytes`, or whatever `AutoTokenizer` finds under a local folder's or a hub's name.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    if name == BYTES:
+        return byte_tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # JSON, tokenizers and transformers each have their own
+        raise ValueError(f"no tokenizer can be loaded from {name!r}: {first_line(error)}") from error
 
 
 def document_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

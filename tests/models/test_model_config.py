@@ -41,6 +41,14 @@ from tests.models.tiny import ALL_RULES, EVERY_KIND, kinds, tiny_config, tokens
         ({"conv_size": -1}, "conv_size=-1"),
         ({"backend": "cuda"}, "backend='cuda' is not one of auto, reference, torch, triton"),
         ({"format_version": 2}, "format_version=2.*reads format 1"),
+        ({"hidden_size": "wide"}, "hidden_size='wide' is not a whole number$"),
+        ({"hidden_size": 32.0}, r"hidden_size=32\.0 is not a whole number$"),
+        ({"norm_eps": None}, "norm_eps=None is not a number$"),
+        ({"num_heads": 0}, "num_heads=0 is not positive"),
+        ({"use_cache": 1}, "use_cache=1 is not true or false$"),
+        ({"num_value_heads": True}, "num_value_heads=True is not a whole number or none$"),
+        ({"mixer": ["kla", 3]}, r"mixer=\['kla', 3\] is not a word or a list of words$"),
+        ({"eos_token_id": "end"}, "eos_token_id='end' is not a whole number or a list of whole numbers or none$"),
     ],
 )
 def test_impossible_configurations(arguments, message):

@@ -157,6 +157,7 @@ def test_a_row_without_a_run_is_named(measured, tmp_path):
         (("tiny",), "nothing to measure: give tasks, a text, or a suite (ccq-paper, kla-paper, offline)"),
         (("--tasks", "piqa"), "models []: give at least one, and none twice"),
         (("nowhere", "--tasks", "piqa"), "no folder 'nowhere' with a saved model"),
+        ((str(byte_model_path()), "damaged", "--tasks", "piqa"), "'damaged' cannot be used: hidden_size='wide' is not a whole number"),
         ((str(byte_model_path()), "nowhere", "--tasks", "piqa"), "no folder 'nowhere' with a saved model"),
         ((str(byte_model_path()), "--tasks", "piqa", "--data", "data/piqa.jsonl"), "data='data/piqa.jsonl' is no folder"),
         (("data", "--tasks", "piqa"), "data holds no config.json"),
@@ -167,6 +168,8 @@ def test_a_row_without_a_run_is_named(measured, tmp_path):
 )
 def test_a_request_that_cannot_be_met(tmp_path, data, capsys, monkeypatch, arguments, told):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/config.json").write_text('{"model_type": "fastweights", "hidden_size": "wide"}')
     try:
         code = cli.main(("eval", *arguments))
     except SystemExit as exit:

@@ -145,9 +145,9 @@ def test_what_cannot_be_looked_at_is_one_line(saved, text, tmp_path, capsys):
     capsys.readouterr()
     for arguments, told in (
         ((str(tmp_path), text), "it has no config.json"),
-        ((str(llama), text), "holds a llama model: the microscope looks into fast-weight memories"),
+        ((str(llama), text), "holds a model of type 'llama'; this is for models of fastweights"),
         ((softmax, text), "there is no memory to look at: layer 0 is softmax attention"),
-        ((str(bare), text), "holds no tokenizer"),
+        ((str(bare), text), "no tokenizer can be loaded from"),
         ((saved,), "nothing to read: give a text, a file, --needle s_niah or --depth-map"),
         ((saved, "no/such/file.txt"), "no file 'no/such/file.txt'"),
         ((saved, str(tmp_path)), "is a folder; give one file of it"),

@@ -67,16 +67,21 @@ def answer(folder, text, tokens, document=True):
     [
         (("{tmp}/nowhere",), "is not the folder of a saved model: it has no config.json"),
         (("{tmp}/llama",), "holds a model of type 'llama'"),
-        (("{tmp}/broken",), "cannot be loaded"),
+        (("{tmp}/broken",), "is not a valid JSON file"),
         (("{folder}", "--port", "0"), "port=0 is not from 1 to 65535"),
         (("{folder}", "--port", "{taken}"), "cannot listen on localhost:{taken}: Address already in use"),
         (("{folder}", "--host", "300.0.0.1"), "cannot listen on 300.0.0.1:8000"),
-        (("{folder}", "--chat-template", "{tmp}/none.jinja"), "No such file"),
+        (("{folder}", "--chat-template", "{tmp}/none.jinja"), "none.jinja: No such file"),
         (("{folder}", "--chat-template", "{tmp}/bad.jinja"), "is no chat template"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_told_before_the_model_is_loaded(run, folder, tmp_path, monkeypatch, arguments, told):
-    monkeypatch.setattr(FastWeightsForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    look = FastWeightsForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        FastWeightsForCausalLM,
+        "from_pretrained",
+        lambda *a, **how: look(*a, **how) if how["device_map"] == "meta" else pytest.fail("loaded"),
+    )
     (tmp_path / "bad.jinja").write_text("{% for %}")
     for name, config in (("llama", json.dumps({"model_type": "llama"})), ("broken", "{")):
         (tmp_path / name).mkdir()
