@@ -32,6 +32,7 @@ from fastweights.records import append_rows, provenance, read_rows
 from fastweights.report.numbers import interval
 from fastweights.train.carry import batches_of, check_carry
 from fastweights.train.corpus import Corpus
+from fastweights.train.sharding import unshard
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
 
@@ -84,7 +85,12 @@ def plan_training(settings: TrainingRun) -> TrainingJob:
         if importlib.util.find_spec(package) is None:
             off = f", or --no-{package}" if package == "tensorboard" else ""
             raise ValueError(f"{package} is not installed: pip install {package}{off}")
-    if settings.restart and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1 and settings.train.sharding == "fsdp2":
+        raise ValueError(
+            "sharding='fsdp2' shares a model out over processes, and there is one: start them by torchrun, or leave sharding out"
+        )
+    if settings.restart and processes > 1:
         raise ValueError(f"restart=True: of several processes one would remove what another has opened; remove {settings.out} first")
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -237,9 +243,13 @@ def _train(job: TrainingJob, report: Report, should_stop: Callable[[], bool]) ->
         on_log=on_log,
         should_stop=should_stop,
     )
-    if training.finished and _is_main():
+    if not training.finished:
+        return False
+    if settings.train.sharding == "fsdp2":
+        model = unshard(model)  # in which every process takes part
+    if _is_main():
         _export(job, model)
-    return training.finished
+    return True
 
 
 def _model(job: TrainingJob) -> Any:

@@ -66,6 +66,8 @@ class TrainingRun:
             raise ValueError(f"lora_rank={self.lora_rank} is negative")
         if self.lora_rank and not self.init_from:
             raise ValueError(f"lora_rank={self.lora_rank} adapts a trained model: give init_from")
+        if self.lora_rank and self.train.sharding == "fsdp2":
+            raise ValueError(f"lora_rank={self.lora_rank} with sharding='fsdp2': adapters are trained with sharding='ddp'")
 
     @property
     def loggers(self) -> tuple[str, ...]:

@@ -77,6 +77,8 @@ class TrainSettings:
     """Largest norm of the whole gradient; 0 for no clipping."""
     accumulation: int = 1
     """Pieces that an optimizer step is computed in, to save memory; the gradient is that of the whole batch."""
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    """Of several processes, `ddp` keeps the whole model in each; `fsdp2` shares out weights, gradients and AdamW's moments over them."""
     workers: int = 0
     """Processes a device that read and tokenise ahead, of text that is streamed or mixed; 0 reads between the steps."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -113,6 +115,8 @@ class TrainSettings:
             raise ValueError(f"spike={self.spike} is neither 0 nor above 1: every other step would be a spike")
         if self.sequence_length < 2:
             raise ValueError("sequence_length=1 leaves nothing to predict")
+        if self.compile and self.sharding == "fsdp2":
+            raise ValueError("compile=True with sharding='fsdp2': a model in shards is not compiled; leave one of them out")
         if self.batch_tokens % (self.sequence_length * self.accumulation):
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} is not a whole number of windows of sequence_length={self.sequence_length}"

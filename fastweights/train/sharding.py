@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -35,6 +37,18 @@ def shard(model: FastWeightsForCausalLM, mesh: DeviceMesh | None = None, *, dtyp
     for part in (*model.model.layers, model):
         fully_shard(list(_float32_modules(part)), mesh=mesh, mp_policy=gates)
         fully_shard(part, mesh=mesh, mp_policy=matrices)
+
+
+def unshard(model: FastWeightsForCausalLM) -> FastWeightsForCausalLM | None:
+    """The model whole, on the CPU of the first rank; None on the others, which must ask too."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() > 0:
+        return None
+    with torch.device("meta"):
+        whole = FastWeightsForCausalLM(model.config)
+    whole.load_state_dict(weights, assign=True)
+    whole.tie_weights()
+    return whole
 
 
 def initialize_(model: FastWeightsForCausalLM, device: torch.device | str, seed: int = 0) -> None:

@@ -269,6 +269,8 @@ def test_adapters_need_a_model_to_adapt(small):
         small(lora_rank=4)
     with pytest.raises(ValueError, match="lora_rank=-1 is negative"):
         small(lora_rank=-1)
+    with pytest.raises(ValueError, match="adapters are trained with sharding='ddp'"):
+        small(lora_rank=4, init_from="model", train=dataclasses.replace(TRAIN, sharding="fsdp2"))
 
 
 def test_a_run_of_other_settings_is_refused_before_any_work(small, tmp_path):

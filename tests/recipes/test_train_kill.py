@@ -30,7 +30,7 @@ def cut(path):
 
 if where:
     from fastweights.models import FastWeightsForCausalLM
-    from fastweights.train.trainer import PackedTrainer
+    from fastweights.train.packed_trainer import PackedTrainer
 
     save_model, save_optimizer = FastWeightsForCausalLM.save_pretrained, PackedTrainer._save_optimizer_and_scheduler
 

@@ -6,15 +6,20 @@ from fastweights.train.corpus import load_corpus
 from fastweights.train.tokenizer import byte_tokenizer
 
 
-@pytest.fixture
-def corpus(tmp_path):
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
     """Eleven documents of 3 to 102 bytes: many borders inside windows, windows over several documents, and an empty text at the end."""
-    folder = tmp_path / "texts"
+    folder = tmp_path_factory.mktemp("corpus") / "texts"
     folder.mkdir()
     for i in range(10):
         (folder / f"{i}.txt").write_text(f"{i}: " + "abcdefghij"[i] * 11 * i)
     (folder / "rows.jsonl").write_text('{"text": ""}\n')
-    return load_corpus([str(folder)], byte_tokenizer(), cache=tmp_path / "cache")
+    return folder
+
+
+@pytest.fixture
+def corpus(texts, tmp_path):
+    return load_corpus([str(texts)], byte_tokenizer(), cache=tmp_path / "cache")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from fastweights.models import FastWeightsForCausalLM, parameter_groups
 from fastweights.precision import float32_parameters
 from fastweights.train.sharding import initialize_
 from tests.models.tiny import error
-from tests.train.two_processes import born_on_meta, in_two_processes, loss_of, sharded_steps
+from tests.train.two_processes import born_on_meta, in_processes, loss_of, sharded_steps
 
 pytestmark = pytest.mark.full
 
@@ -31,7 +31,7 @@ def steps(tmp_path_factory):
     """(what each rank saw) of a step in bfloat16, of the same with recomputed activations, and of one in float32; and the saved folder."""
     folder = tmp_path_factory.mktemp("sharded")
     cases = [(torch.bfloat16, False, folder / "model"), (torch.bfloat16, True, None), (torch.float32, False, None)]
-    return list(zip(*in_two_processes(sharded_steps, folder, cases), strict=True)), folder / "model"
+    return list(zip(*in_processes(2, sharded_steps, folder, cases), strict=True)), folder / "model"
 
 
 def test_born_sharded_is_born_whole_bit_for_bit(steps):

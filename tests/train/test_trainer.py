@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
-from fastweights.train import trainer as trainer_module
+from fastweights.train import packed_trainer
+from fastweights.train.packed_trainer import CURVE, PackedTrainer, input_names
 from fastweights.train.presets import SIZES, TrainSettings
-from fastweights.train.trainer import CURVE, PackedTrainer, input_names, last_checkpoint, train
+from fastweights.train.trainer import last_checkpoint, train
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "intermediate_size": 32}
 SETTINGS = TrainSettings(steps=10, batch_tokens=64, sequence_length=16, save_every=100, log_every=1, learning_rate=1e-2, warmup=0.2)
@@ -159,6 +160,7 @@ def test_settings_that_cannot_be_met():
         (dict(accumulation=32), "in each of accumulation=32 pieces"),
         (dict(spike=0.5), "spike=0.5 is neither 0 nor above 1"),
         (dict(keep_checkpoints=0), "keep_checkpoints=0 is not positive"),
+        (dict(compile=True, sharding="fsdp2"), "a model in shards is not compiled"),
         (dict(save_every=15), "save_every=15 is not a multiple of log_every=10"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -225,7 +227,7 @@ def test_large_logits_are_never_whole(corpus, tmp_path, monkeypatch):
     settings = dataclasses.replace(SETTINGS, steps=3, batch_tokens=1600)
     curves = []
     for most in (2**26, 1):
-        monkeypatch.setattr(trainer_module, "WHOLE_LOGITS", most)
+        monkeypatch.setattr(packed_trainer, "WHOLE_LOGITS", most)
         torch.manual_seed(0)
         kla, seen = model(), []
         kla.lm_head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output[..., 0].numel()))

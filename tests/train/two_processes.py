@@ -1,4 +1,4 @@
-"""The other processes of the distributed tests: started here, joined by gloo, as torchrun would start them. One core is enough."""
+"""The processes of the distributed tests: started here, joined by gloo, as torchrun would start them. One core is enough."""
 
 import dataclasses
 import os
@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from fastweights.models import FastWeightsCache, FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
 from fastweights.notation import MemoryState
+from fastweights.precision import float32_parameters
 from fastweights.train.corpus import load_corpus
 from fastweights.train.presets import TrainSettings
 from fastweights.train.sharding import initialize_, shard
@@ -20,17 +22,17 @@ from fastweights.train.trainer import train
 SETTINGS = TrainSettings(steps=8, batch_tokens=128, sequence_length=16, save_every=100, log_every=1, learning_rate=1e-2, warmup=0.2)
 
 
-def in_two_processes(function, folder, *arguments) -> list:
-    """What `function(*arguments)`, a function of a module, gives in each of two processes that torch.distributed has joined."""
+def in_processes(count, function, folder, *arguments) -> list:
+    """What `function(*arguments)`, a function of a module, gives in each of `count` processes that torch.distributed has joined."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_one, (port, folder, function, arguments), nprocs=2)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    torch.multiprocessing.spawn(_one, (count, port, folder, function, arguments), nprocs=count)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _one(rank, port, folder, function, arguments) -> None:
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def _one(rank, count, port, folder, function, arguments) -> None:
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -52,12 +54,17 @@ class Run:
     """To `SETTINGS`."""
 
     def __call__(self, texts: Path) -> dict:
-        """What this process saw: the rows of tokens it was fed, the training curve, the weights, and whether training is over."""
+        """What this process saw: the rows of tokens it was fed, the training curve, the weights, which of them are gates, what dtypes they
+        have inside of forward, and whether training is over."""
         corpus = load_corpus([str(texts)], byte_tokenizer(), cache=texts.parent / "cache")
         torch.manual_seed(0)
         shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "intermediate_size": 48}
         model = FastWeightsForCausalLM(FastWeightsConfig(vocab_size=258, mixer="kla+ccq", initializer_range=0.1, **shape))
-        fed, done = [], []
+        fed, done, dtypes = [], [], {}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(
+                lambda module, arguments, name=name: dtypes.update((f"{name}.{own}", p.dtype) for own, p in own_parameters(module))
+            )
         model.register_forward_pre_hook(
             lambda module, arguments, named: fed.append(named["input_ids"][0].tolist()) if module.training else None, with_kwargs=True
         )
@@ -70,7 +77,12 @@ class Run:
             should_stop=lambda: done[-1] == self.stop_at and self.stopped_by in (None, int(os.environ.get("RANK", "0"))),
         )
         curve = torch.tensor([[entry[name] for name in ("loss", "grad_norm", "learning_rate")] for entry in training.history])
-        return {"fed": fed, "curve": curve, "finished": training.finished, "steps": done, "weights": model.state_dict()}
+        seen = {"fed": fed, "curve": curve, "finished": training.finished, "steps": done, "dtypes": dtypes}
+        return seen | {"weights": whole(model.named_parameters()), "gates": {name for name, _ in float32_parameters(model)}}
+
+
+def own_parameters(module: torch.nn.Module):
+    return module.named_parameters(recurse=False)
 
 
 def train_each(runs: list[Run], texts: Path) -> list[dict]:
@@ -140,7 +152,8 @@ def sharded_step(dtype: torch.dtype, recompute: bool, saved: Path | None) -> dic
 
 
 def whole(parameters) -> dict[str, torch.Tensor]:
-    return {name: p.detach().full_tensor().clone() for name, p in parameters}
+    """By name, put together where they are in shards."""
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters}
 
 
 def sharded_steps(cases: list[tuple]) -> list[dict]:
