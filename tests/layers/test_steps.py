@@ -70,3 +70,19 @@ def test_steps_of_the_model_equal_its_forward(kind):
     logits = torch.stack([model.step_(ids[:, t : t + 1], states) for t in range(7)], dim=1)
     close(logits, model(ids).logits, digits=1e-9)
     assert not logits.requires_grad
+
+
+@pytest.mark.full
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_step_is_one_graph(backend):
+    """With Triton's kernels too (here in its interpreter), which dispatch imports while the compiler traces."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there the interpreter is off")
+    layer = build("kla+ccq", backend=backend)
+    x, state, same = torch.randn(2, 1, D), layer.initial_state(2), layer.initial_state(2)
+    y = torch.compile(layer.step_, fullgraph=True, backend="aot_eager")(x, state)
+    close(y, layer.step_(x, same), digits=1e-6)
+    for got, expected in zip(tensors_of(state), tensors_of(same), strict=True):
+        close(got, expected, digits=1e-6)
