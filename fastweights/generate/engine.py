@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.generate.lookup import Lookup, check_guess
 from fastweights.generate.prefixes import Prefixes
 from fastweights.generate.prompts import check_prompt, end_tokens, prompt_tokens
-from fastweights.generate.reading import Reading
+from fastweights.generate.reading import Reading, begin
 from fastweights.generate.request import Completion, FinishReason, Request
 from fastweights.generate.rows import FAILED, Rows
 from fastweights.generate.sampling import Sampling
 from fastweights.generate.snapshot import Snapshot, describe, model_fingerprint, seen_tokens
 from fastweights.models import FastWeightsForCausalLM
-from fastweights.models.cache import LayerState, map_state
+from fastweights.models.cache import LayerState
 
 GREEDY = Sampling()
 
@@ -89,6 +89,8 @@ class Engine:
         self._incoming: Request | None = None
         """The one whose prompt is being read."""
         self._active: dict[int, Request] = {}
+        self._torn = False
+        """Was a step left half-way, so that rows may not stand where the tokens of their requests say?"""
 
     # What callers ask for. ------------------------------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class Engine:
         self._check(tokens, 0, after)
         seen = seen_tokens(self.model, tokens, after)
         tokens = [*(() if after is None else after.pending), *tokens]
-        reading = self._reading(tokens, after)
+        reading = begin(self.model, self.prefill_chunk, tokens, after, self.prefixes)
         while reading.at_chunks_end:
             reading.go_on()
             on_progress(len(tokens) - reading.remaining, len(tokens))
@@ -224,6 +226,8 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> None:
+        if self._torn:
+            self._recover()
         self._drop_cancelled()
         budget = self.prefill_chunk
         while budget > 0 and (request := self._next()) is not None:
@@ -233,32 +237,36 @@ class Engine:
 
     def _drop_cancelled(self) -> None:
         for row, request in list(self._active.items()):
-            if request.cancelled or request.ending:  # it has an ending if an interrupt came before it could leave
+            if not request.done and (request.cancelled or request.ending):  # it has an ending if an interrupt came before it could leave
                 self._leave(row, request.ending or "cancelled")
         with self.turn:
+            for left in [*self._active.values(), self._incoming]:
+                if left is not None and left.done:  # an interrupt came before it was let go
+                    self._let_go(left)
             for queue in (self._waiting, self._again):
                 for request in [request for request in queue if request.cancelled]:
+                    request.finish(request.ending or "cancelled")
                     queue.remove(request)
-                    request.finish("cancelled")
             if self._incoming is not None and self._incoming.cancelled:
-                self._finish(self._incoming, "cancelled")
+                self._finish(self._incoming, self._incoming.ending or "cancelled")
 
     def _next(self) -> Request | None:
         """Whose prompt to read on: the one begun, or if a row is free, another."""
         with self.turn:
             if self._incoming is None and len(self._active) < self.rows.count and self._on_trial is None:
-                if self._again:
-                    if not self._active:
-                        self._incoming = self._on_trial = self._again.popleft()
-                elif self._waiting:
-                    self._incoming = self._waiting.popleft()
+                queue = self._again or self._waiting
+                if queue and not (self._again and self._active):
+                    request = queue[0]  # no call from here on, within which an interrupt would lose it
+                    self._incoming, self._on_trial = request, request if self._again else None
+                    del queue[0]
             return self._incoming
 
     def _read(self, request: Request) -> int:
         """Read a piece of its prompt, and give it a row when only the last token is left. Returns the tokens read."""
         try:
             if request.reading is None:
-                request.reading = self._reading([*request.text_before, *request.tokens], request.after)
+                tokens = [*request.text_before, *request.tokens]
+                request.reading = begin(self.model, self.prefill_chunk, tokens, request.after, self.prefixes)
                 request.reused = request.reading.read
             length = request.reading.go_on()
             if not request.reading.piece:
@@ -273,6 +281,10 @@ class Engine:
 
     def _join(self, request: Request, reading: Reading) -> None:
         tokens = [*request.text_before, *request.tokens]
+        if request.ending is not None:  # an interrupt came before it could leave
+            request.remember(reading.states)
+            self._finish(request)
+            return
         if request.after is None:
             self.prefixes.put(tokens[:-1], reading.states)
         row = min(set(range(self.rows.count)) - self._active.keys())
@@ -284,6 +296,7 @@ class Engine:
 
     def _decode(self) -> None:
         """One token for every row; more for rows that speculate."""
+        self._torn = True
         try:
             ahead = {
                 row: found
@@ -298,32 +311,34 @@ class Engine:
                 ended = {row: last for row, (_, _, last) in ahead.items()}
                 for row in behind:
                     ended[row] = output[row] == FAILED or self._active[row].add(output[row], self.eos)
-        except BaseException as error:
+        except Exception as error:
             self._recover(error)
-            if not isinstance(error, Exception):
-                raise
             return
-        self._on_trial = None
+        self._torn, self._on_trial = False, None
         for row in [row for row, last in ended.items() if last]:
             if row in behind and output[row] == FAILED:
                 self._finish(self._active[row], "error", FloatingPointError("the model gave logits that are not finite"))
             else:
                 self._leave(row)
 
-    def _recover(self, error: BaseException) -> None:
-        """A step has failed half-way, and no row can be trusted: read all again from their tokens, one at a time until each has stepped."""
-        self.rows.clear()
+    def _recover(self, error: Exception | None = None) -> None:
+        """A step was left half-way, and no row can be trusted: read all again from their tokens, one at a time until each has stepped;
+        whole answers too, for their snapshots. If an interrupt comes in here, the next step begins here again."""
         with self.turn:
-            requests = list(self._active.values())
-            self._active.clear()
-            self._on_trial = None
-            for request in requests:
-                if request.ending is not None:  # all its tokens had come
-                    request.finish(request.ending)
-                elif len(requests) == 1 and isinstance(error, Exception):
-                    request.finish("error", error)
-                else:
+            guilty = error if len(self._active) == 1 else None
+            for row, request in list(self._active.items()):
+                ended = request.settle(self.eos)
+                if guilty is not None and not ended:
+                    request.finish("error", guilty)
+                elif ended and not request.keep:
+                    request.finish()
+                elif not request.done and request not in self._again:
                     self._again.append(request)
+                del self._active[row]
+            self._on_trial = None
+            self.turn.notify_all()
+        self.rows.clear()
+        self._torn = False
 
     def _ahead(self, row: int, request: Request, lookup: Lookup) -> tuple[list[LayerState], int, bool] | None:
         """Several tokens at once for a row that speculates: (its states, the token to read next, is that the last?); None for no guess."""
@@ -346,26 +361,22 @@ class Engine:
         request, error = self._active[row], None
         try:
             if request.keep or (self.prefixes.capacity and request.after is None):
-                states = self.rows.take(row)
-                tokens = [*request.text_before, *request.tokens]
-                if request.after is None:
-                    self.prefixes.put(tokens[:-1], states)
-                if request.keep:
-                    read = request.prompt_tokens + len(request.tokens) - 1
-                    seen = seen_tokens(self.model, tokens, request.after)
-                    request.snapshot = Snapshot(tuple(states), read, (tokens[-1],), seen, self.fingerprint, describe(self.model))
+                request.remember(self.rows.take(row))
         except Exception as caught:
             reason, error = "error", caught
         self._finish(request, reason, error)
 
     def _finish(self, request: Request, reason: FinishReason | None = None, error: Exception | None = None) -> None:
         with self.turn:
-            for row in [row for row, other in self._active.items() if other is request]:
-                del self._active[row]
-            self._incoming = None if self._incoming is request else self._incoming
-            self._on_trial = None if self._on_trial is request else self._on_trial
             request.finish(reason, error)
+            self._let_go(request)
             self.turn.notify_all()
+
+    def _let_go(self, request: Request) -> None:
+        for row in [row for row, other in self._active.items() if other is request]:
+            del self._active[row]
+        self._incoming = None if self._incoming is request else self._incoming
+        self._on_trial = None if self._on_trial is request else self._on_trial
 
     # What a request may be. -----------------------------------------------------------------------------------------------------------
 
@@ -387,13 +398,3 @@ class Engine:
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """ValueError unless this engine's model has read it."""
         snapshot.check_model(self.model, self.fingerprint)
-
-    def _reading(self, tokens: list[int], after: Snapshot | None) -> Reading:
-        """From what is known of ``tokens``, the snapshot's pending ones included, to the last but one."""
-        if after is not None:
-            states = [map_state(lambda x: x.to(self.model.device), state) for state in after.states]
-            return Reading(self.model, self.prefill_chunk, tokens, states, after.read)
-        known = self.prefixes.longest(tokens)
-        if known is None:
-            return Reading(self.model, self.prefill_chunk, tokens)
-        return Reading(self.model, self.prefill_chunk, tokens[known.read :], known.states, known.read)

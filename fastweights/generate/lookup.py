@@ -26,6 +26,9 @@ class Lookup:
         self._tokens: list[int] = []
         self._next: dict[tuple[int, ...], int] = {}
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._tokens.append(token)  # first, so that an interrupt leaves no run that nothing follows

@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweights.generate.prefixes import Prefixes
+from fastweights.generate.snapshot import Snapshot
 from fastweights.models import FastWeightsForCausalLM
-from fastweights.models.cache import LayerState
+from fastweights.models.cache import LayerState, map_state
 
 
 class Reading:
@@ -58,6 +60,16 @@ class Reading:
         self.read += length
         self._at += length
         return length
+
+
+def begin(model: FastWeightsForCausalLM, chunk: int, tokens: list[int], after: Snapshot | None, prefixes: Prefixes) -> Reading:
+    """The reading of ``tokens``, a snapshot's pending ones included, from what is known of them."""
+    if after is not None:
+        return Reading(model, chunk, tokens, [map_state(lambda x: x.to(model.device), state) for state in after.states], after.read)
+    known = prefixes.longest(tokens)
+    if known is None:
+        return Reading(model, chunk, tokens)
+    return Reading(model, chunk, tokens[known.read :], known.states, known.read)
 
 
 @torch.inference_mode()

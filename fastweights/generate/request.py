@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 from fastweights.generate.lookup import Lookup
 from fastweights.generate.reading import Reading
 from fastweights.generate.sampling import Sampling
-from fastweights.generate.snapshot import Snapshot
+from fastweights.generate.snapshot import Snapshot, describe, seen_tokens
 from fastweights.generate.text import TextStream
+from fastweights.models.cache import LayerState
 
 if TYPE_CHECKING:
     from fastweights.generate.engine import Engine
@@ -71,15 +72,15 @@ class Request:
         self.reused = 0
         self.drafted, self.accepted = 0, 0
         self.snapshot: Snapshot | None = None
+        self._before = len(self.text_before)
         self.lookup = Lookup() if sampling.speculate else None
         if self.lookup is not None:
             self.lookup.extend(self.text_before)
         self._text: TextStream | None = None
         if engine.tokenizer is not None:
             self._text = TextStream(engine.tokenizer, sampling.stop, self.text_before)
-        self._pushed = self._popped = 0
-        """How many tokens `_text` has been given, and had been when text was last taken from it."""
-        self._said: list[str] = []
+        self._popped = 0
+        """How many tokens there were when text was last taken from `_text`."""
 
     @property
     def text_before(self) -> list[int]:
@@ -101,7 +102,7 @@ class Request:
             self._pop()
             assert self.finish_reason is not None
             return Completion(
-                text="".join(self._said),
+                text="" if self._text is None else "".join(self._text.said),
                 tokens=tuple(self.tokens),
                 finish_reason=self.finish_reason,
                 error=self.error,
@@ -137,11 +138,17 @@ class Request:
     def add(self, token: int, eos: frozenset[int]) -> bool:
         """The engine's: one token more. Is it the last?"""
         self.tokens.append(token)
+        return self.settle(eos)
+
+    def settle(self, eos: frozenset[int]) -> bool:
+        """The engine's: see to the tokens that have come, also where an interrupt came first. Is the last one the answer's last?"""
+        if not self.tokens:
+            return False
         if self.lookup is not None:
-            self.lookup.extend([token])
+            self.lookup.extend(self.tokens[len(self.lookup) - self._before :])
         if self.sampling.stop:
             self._push()
-        if token in eos and not self.sampling.ignore_eos:
+        if self.tokens[-1] in eos and not self.sampling.ignore_eos:
             self.ending = "eos"
         elif self._text is not None and self._text.stopped:
             self.ending = "stop"
@@ -150,6 +157,15 @@ class Request:
         else:
             return False
         return True
+
+    def remember(self, states: Sequence[LayerState]) -> None:
+        """The engine's: keep what was asked for of ``states``, those before the last token is read."""
+        engine, tokens = self._engine, [*self.text_before, *self.tokens]
+        if self.after is None:
+            engine.prefixes.put(tokens[:-1], states)
+        if self.keep:
+            read, seen = self.prompt_tokens + len(self.tokens) - 1, seen_tokens(engine.model, tokens, self.after)
+            self.snapshot = Snapshot(tuple(states), read, (tokens[-1],), seen, engine.fingerprint, describe(engine.model))
 
     def finish(self, reason: FinishReason | None = None, error: Exception | None = None) -> None:
         """The engine's: nothing more comes. The reason is by default the one that `add` found."""
@@ -171,14 +187,10 @@ class Request:
         return piece
 
     def _push(self) -> None:
-        while self._pushed < len(self.tokens):
-            if self._text is not None:
-                self._text.push(self.tokens[self._pushed : self._pushed + 1])
-            self._pushed += 1
+        if self._text is not None:
+            self._text.push(self.tokens[self._text.pushed :])
 
     def _pop(self) -> str:
         self._push()
-        self._popped = self._pushed
-        piece = "" if self._text is None else self._text.pop(final=self.done)
-        self._said.append(piece)
-        return piece
+        self._popped = len(self.tokens)
+        return "" if self._text is None else self._text.pop(final=self.done)

@@ -33,51 +33,56 @@ class TextStream:
         """For how many tokens the window's text has ended in an unfinished character."""
         self._held = ""
         """Text that may turn out to be the beginning of a stop string."""
+        self.pushed = 0
+        """How many tokens have come."""
+        self.said: list[str] = []
+        """All pieces."""
 
     def push(self, tokens: Iterable[int]) -> None:
+        """More tokens. An interrupt leaves each either in or out, so that the call may be made again from ``pushed`` on."""
         for token in tokens:
-            if self.stopped:
-                return
-            ids = [*self._ids, token]
-            text = self._decode(ids)
-            self._ids = ids  # only now, so that an interrupt does not leave a token that comes again
-            if not text.endswith(UNFINISHED):
-                self._waited = 0
-                self._hold(text, len(text))
-                self._slide(text)
-            elif self._waited < LONGEST_CHARACTER - 1:
-                self._waited += 1
-            else:  # no character is that long: these bytes are none, except perhaps the last three
-                self._hold(text, len(text) - (LONGEST_CHARACTER - 1))
-                self._slide(text)
+            ids, out, held, stopped, waited = self._ids, self._out, self._held, self.stopped, self._waited
+            if not stopped:
+                ids = [*ids, token]
+                text = self._decode(ids)
+                unfinished = text.endswith(UNFINISHED)
+                if unfinished and waited < LONGEST_CHARACTER - 1:
+                    waited += 1
+                else:  # no character is longer: bytes that are none yet are none, except perhaps the last three
+                    waited = waited if unfinished else 0
+                    out, held, stopped = self._hold(text, len(text) - (LONGEST_CHARACTER - 1 if unfinished else 0))
+                    ids, out = self._slide(ids, text, out)
+            # Behind each other and without a call, where Python hears of no interrupt.
+            self._ids, self._out, self._held, self.stopped, self._waited, self.pushed = ids, out, held, stopped, waited, self.pushed + 1
 
     def pop(self, final: bool = False) -> str:
         """The text that has become certain since the last call; with ``final`` all that there is."""
-        if final and not self.stopped:
+        out, held, stopped = self._out, self._held, self.stopped
+        if final and not stopped:
             text = self._decode(self._ids)
-            self._hold(text, len(text))
-        keep = 0 if final or self.stopped else max((_overlap(self._held, stop) for stop in self.stop), default=0)
-        piece, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            out, held, stopped = self._hold(text, len(text))
+        keep = 0 if final or stopped else max((_overlap(held, stop) for stop in self.stop), default=0)
+        piece, held = held[: len(held) - keep], held[len(held) - keep :]
+        self.said += [piece]  # no call here either
+        self._out, self._held, self.stopped = out, held, stopped
         return piece
 
-    def _hold(self, text: str, end: int) -> None:
+    def _hold(self, text: str, end: int) -> tuple[int, str, bool]:
+        """What `_out`, `_held` and `stopped` become when the window's text is certain up to ``end``."""
         if end <= self._out:
-            return
-        self._held += text[self._out : end]
-        self._out = end
-        found = [at for at in map(self._held.find, self.stop) if at >= 0]
-        if found:
-            self._held, self.stopped = self._held[: min(found)], True
+            return self._out, self._held, self.stopped
+        held = self._held + text[self._out : end]
+        found = [at for at in map(held.find, self.stop) if at >= 0]
+        return end, held[: min(found)] if found else held, bool(found)
 
-    def _slide(self, text: str) -> None:
-        """Forget tokens that are done, unless the last few alone would read differently."""
-        if len(self._ids) <= WINDOW:
-            return
-        tail = self._ids[-LONGEST_CHARACTER:]
-        short = self._decode(tail)
-        out = self._out - (len(text) - len(short))
-        if text.endswith(short) and out >= 0:
-            self._ids, self._out = tail, out
+    def _slide(self, ids: list[int], text: str, out: int) -> tuple[list[int], int]:
+        """`_ids` and `_out` without the tokens that are done, unless the last few alone would read differently."""
+        if len(ids) > WINDOW:
+            short = self._decode(ids[-LONGEST_CHARACTER:])
+            shorter = out - (len(text) - len(short))
+            if text.endswith(short) and shorter >= 0:
+                return ids[-LONGEST_CHARACTER:], shorter
+        return ids, out
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""

@@ -1,5 +1,6 @@
 """Under load: many at once, some cancelled, some impossible, some that make the model fail. Every answer is right or a clear error."""
 
+import functools
 import gc
 import sys
 import threading
@@ -7,10 +8,11 @@ import threading
 import pytest
 import torch
 
-from fastweights.generate import Engine, QueueFull, Sampling
+from fastweights.generate import Engine, QueueFull, Request, Sampling
 from fastweights.generate.rows import Rows
+from fastweights.generate.text import TextStream
 from fastweights.train.tokenizer import byte_tokenizer
-from tests.generate.common import assert_greedy, engine, generated, greedy, model, prompt
+from tests.generate.common import assert_greedy, engine, generated, greedy, model, prompt, text_engine
 from tests.layers.mixers import tensors_of
 from tests.models.tiny import tiny_model
 
@@ -171,6 +173,81 @@ def test_an_interrupt_behind_the_last_token_adds_none(monkeypatch):
     answer = request.result()
     assert_greedy(model(), prompt(5), answer, 4)
     assert answer.finish_reason == "length" and len(answer.snapshot) == 9 and not decoder.busy
+
+
+PARTS = {
+    Engine: ("_recover", "_drop_cancelled", "_next", "_read", "_join", "_decode", "_ahead", "_leave", "_finish", "_let_go"),
+    Request: ("add", "settle", "remember", "finish", "_push"),
+    Rows: ("step", "clear", "put", "put_states", "take"),
+    TextStream: ("push", "_hold", "_slide", "_decode"),
+}
+"""What a step is made of. A signal is heard where a call begins and where it has ended."""
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt once, where the n-th of the parts begins or ends."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.seen, self.n = 0, None
+        for kind, names in PARTS.items():
+            for name in names:
+                monkeypatch.setattr(kind, name, self._heard(getattr(kind, name)))
+
+    def _heard(self, part):
+        @functools.wraps(part)
+        def heard(*arguments, **keywords):
+            self._count()
+            result = part(*arguments, **keywords)
+            self._count()
+            return result
+
+        return heard
+
+    def _count(self) -> None:
+        self.seen += 1
+        if self.seen == self.n:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_an_interrupt_anywhere_in_a_step_costs_nothing(monkeypatch, fails):
+    """Neither an answer, nor a token or piece of text of one, nor a snapshot; also inside of the recovery from an error in a step."""
+    prompts, asked = ["Was für", "so"], [greedy(4, stop=("never",)), greedy(3, speculate=2)]
+    interrupts = Interrupts(monkeypatch)
+
+    def ask():
+        decoder, failed = text_engine(rows=2, prefixes=2), []
+        step = decoder.rows.step
+
+        def step_or_fail(plain):
+            if fails and len(decoder._active) == 2 and not failed:
+                failed.append(1)
+                raise RuntimeError("out of memory")
+            return step(plain)
+
+        decoder.rows.step = step_or_fail
+        return decoder, [decoder.submit(p, how, keep=True) for p, how in zip(prompts, asked, strict=True)]
+
+    requests = ask()[1]
+    interrupts.seen = 0
+    expected = [request.result() for request in requests]
+    places = range(1, interrupts.seen, 17 if fails else 3)
+    assert len(places) > 10
+    for interrupts.n in places:
+        decoder, requests = ask()
+        interrupts.seen = 0
+        with pytest.raises(KeyboardInterrupt):
+            for request in requests:
+                request.result()
+        for request, whole in zip(requests, expected, strict=True):
+            answer = request.result()
+            assert (answer.tokens, answer.text, answer.finish_reason) == (whole.tokens, whole.text, "length")
+            assert answer.error is None and answer.snapshot is not None
+            assert (answer.snapshot.read, answer.snapshot.pending) == (whole.snapshot.read, whole.snapshot.pending)
+            for kept, right in zip(answer.snapshot.states, whole.snapshot.states, strict=True):
+                for x, y in zip(tensors_of(kept), tensors_of(right), strict=True):
+                    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        assert not decoder.step()
 
 
 def test_logits_that_are_not_finite_are_one_requests_error():
