@@ -23,6 +23,10 @@ def parse_mixer(mixer: str) -> tuple[str, str]:
     """``"kla+ccq"`` -> ``("kla", "ccq")``, ``"gla"`` -> ``("gla", "raw")``. ValueError for a rule that does not exist."""
     write, plus, read = mixer.partition("+")
     read = read if plus else "raw"
+    if mixer == "softmax":
+        raise ValueError(
+            "mixer 'softmax' is no memory: its layer is fastweights.layers.SoftmaxAttention; FastWeightsConfig(mixer='softmax') builds that"
+        )
     if write not in WRITE_RULES or read not in READ_RULES:
         raise ValueError(
             f"mixer {mixer!r} is not write[+read] with write one of {', '.join(WRITE_RULES)} and read one of {', '.join(READ_RULES)}"

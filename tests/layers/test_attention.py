@@ -259,10 +259,14 @@ def test_all_parameters_of_rules_and_norms_are_float32_and_no_others():
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("mixer", ["", "kda", "kla+ccqs", "kla+", "+ccq", "kla+ccq+ccq", "softmax"])
+    @pytest.mark.parametrize("mixer", ["", "kda", "kla+ccqs", "kla+", "+ccq", "kla+ccq+ccq", "softmax+ccq"])
     def test_unknown_mixers(self, mixer):
         with pytest.raises(ValueError, match=r"is not write\[\+read\] with write one of linear, .*, kla and read one of raw, ccq"):
             parse_mixer(mixer)
+
+    def test_softmax_is_no_memory_and_its_place_is_told(self):
+        with pytest.raises(ValueError, match=r"fastweights\.layers\.SoftmaxAttention; FastWeightsConfig\(mixer='softmax'\)"):
+            FastWeightAttention(hidden_size=16, num_heads=2, mixer="softmax")
 
     def test_parse_mixer(self):
         assert [parse_mixer(m) for m in ("kla+ccq", "gla", "gla+raw")] == [("kla", "ccq"), ("gla", "raw"), ("gla", "raw")]
