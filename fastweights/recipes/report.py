@@ -9,7 +9,7 @@ from typing import Any
 
 from fastweights.recipes.bench_results import joined
 from fastweights.recipes.summary import summarise
-from fastweights.recipes.task_compare import standings
+from fastweights.recipes.task_standings import standings
 from fastweights.records import provenance, read_rows
 from fastweights.report import SECTIONS, TOGETHER, write_report
 from fastweights.report.plots import exporting

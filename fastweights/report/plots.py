@@ -8,16 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import Normalize, TwoSlopeNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from fastweights.report.html import Html, escape
+
+if TYPE_CHECKING:  # matplotlib takes a second to import: it is imported where something is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f4e37", "#000000")
 """Okabe and Ito's, which the colour-blind tell apart; strokes change where they run out."""
@@ -75,6 +74,8 @@ def curves(
         y_range: what the y axis must hold at least, so that figures beside each other can be compared.
         marks: (x, text) of vertical lines.
     """
+    from matplotlib import ticker
+
     with _figure(size, description) as (axes, finish):
         for i, line in enumerate(lines):
             colour, stroke = COLOURS[i % len(COLOURS)], STROKES[i // len(COLOURS) % len(STROKES)]
@@ -86,14 +87,14 @@ def curves(
             axes.axhline(0, color="#59636e", lw=1, zorder=1)
         if log_x:
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
-            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=14))
+            axes.xaxis.set_minor_locator(ticker.NullLocator())
         elif integers:
             places = sorted({x for line in lines for x in line.x})
             axes.set_xticks(places[:: -(-len(places) // 12)])
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(float(x))))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: short_number(float(x))))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
         if y_range:
             axes.update_datalim([(lines[0].x[0], y) for y in y_range])
             axes.autoscale_view()
@@ -110,8 +111,8 @@ def curves(
 
 def _legend(axes: Axes, labels: Sequence[str]) -> None:
     """Above the axes, in a figure made higher for it: inside, it would hide a line or a band."""
-    figure = axes.figure
-    assert isinstance(figure, Figure)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     width, height = figure.get_size_inches()
     columns = max(1, min(len(labels), int((width - 0.6) / (0.55 + 0.09 * max(map(len, labels))))))
     figure.set_size_inches(width, height + 0.21 * -(-len(labels) // columns))
@@ -150,11 +151,13 @@ def heat_map(
         texts: what is written in each cell ``[rows][columns]``.
         size: inches; by default as high as the rows need.
     """
+    from matplotlib import colors, ticker
+
     rows = len(heat.values)
     with _figure(size or (5.4, min(6.5, max(1.9, 1.2 + 0.16 * rows))), description) as (axes, finish):
         low, high = heat.limits if heat.limits[0] < heat.limits[1] else (heat.limits[0], heat.limits[0] + 1e-6)
         two = heat.centre is not None and low < heat.centre < high
-        norm = TwoSlopeNorm(heat.centre, low, high) if two and heat.centre is not None else Normalize(low, high)
+        norm = colors.TwoSlopeNorm(heat.centre, low, high) if two and heat.centre is not None else colors.Normalize(low, high)
         left, right = extent or (0.0, float(len(columns)))
         values = np.array(heat.values, dtype=float)
         colours = "PuOr_r" if two else "viridis"
@@ -172,8 +175,8 @@ def heat_map(
         if columns:
             axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
         for row, line in enumerate(texts):
             for column, text in enumerate(line):
                 red, green, blue, _ = image.cmap(norm(values[row, column]))
@@ -234,6 +237,9 @@ def exporting(folder: Path, formats: Sequence[str]) -> Iterator[list[Path]]:
 
 @contextmanager
 def _figure(size: tuple[float, float], description: str):
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")  # not pyplot's: no window, no global state
         axes: Axes = figure.add_subplot()

@@ -14,10 +14,11 @@ from fastweights import cli
 from fastweights.evaluate.accuracy import accuracy
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.recipes import task_job, task_presets
-from fastweights.recipes.task_compare import best_rates, plan_jobs, run_plan, standings
+from fastweights.recipes.task_compare import plan_jobs, run_plan
 from fastweights.recipes.task_job import TaskJob, ask, learning_rate_factor, state_floats, train_on_task
 from fastweights.recipes.task_presets import TASK_PRESETS, TaskSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
+from fastweights.recipes.task_standings import best_rates, standings
 from fastweights.records import read_rows
 from fastweights.report.tasks import axis_of
 from fastweights.tasks import MQAR, Stack, generator
