@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.util
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +18,7 @@ from fastweights.recipes.bench_settings import BenchSettings, What
 from fastweights.recipes.demo import DEMO
 from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.evaluate_settings import EvalSettings
+from fastweights.recipes.folder import check_saved
 from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.recipes.inspect_settings import InspectSettings
 from fastweights.recipes.serve_settings import ServeSettings
@@ -95,6 +101,7 @@ def inspect(model: str, text: str = "", /, settings: InspectSettings = InspectSe
         text: a file (its first document), or words as they are.
     """
     _need("train", "report")
+    check_saved(model)  # before anything heavy is imported, so that a misspelt name costs no time
     from rich.console import Console
 
     from fastweights.recipes.inspect import prepare, run
@@ -148,6 +155,7 @@ def generate(model: str, /, settings: GenerateSettings = GenerateSettings()) -> 
     Args:
         model: folder of a saved model with its tokenizer; models of `compare` are in OUT/models/NAME/model.
     """
+    check_saved(model)
     from rich.console import Console
 
     from fastweights.recipes.generate import prepare, run
@@ -162,6 +170,7 @@ def serve(model: str, /, settings: ServeSettings = ServeSettings()) -> None:  # 
         model: folder of a saved model with its tokenizer; models of `compare` are in OUT/models/NAME/model.
     """
     _need("serve")
+    check_saved(model)
     from rich.console import Console
 
     from fastweights.recipes.serve import prepare, run
@@ -210,22 +219,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _need("cli")
         import tyro
 
-        arguments = sys.argv[1:] if arguments is None else list(arguments)
-        commands = COMMANDS | {"train": train_from(arguments)} if arguments[:1] == ["train"] else COMMANDS
-        on_task = any(argument.partition("=")[0] == "--task" for argument in arguments)
-        tyro.extras.subcommand_cli_from_dict(
-            commands | ON_TASK if on_task else commands,
-            prog="fastweights",
-            description="Linear attention as a fast-weight memory: train, compare, measure.",
-            args=arguments,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        arguments, config = sys.argv[1:] if arguments is None else list(arguments), (tyro.conf.OmitArgPrefixes,)
+        if arguments[:1] and arguments[0] in COMMANDS:  # by itself, so that what is near a misspelt option is one of its own
+            name, *rest = arguments
+            parse = partial(tyro.cli, _command(name, rest), prog=f"fastweights {name}", config=config)
+            _refuse_grouped(name, rest, parse)
+            parse(args=rest)
+        else:
+            description = "Linear attention as a fast-weight memory: train, compare, measure."
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="fastweights", description=description, args=arguments, config=config)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"fastweights: {error if isinstance(error, CannotDo) else _line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _command(name: str, arguments: Sequence[str]) -> Callable[..., None]:
+    """What the command of this name is, with these arguments behind it."""
+    if name == "train":
+        return train_from(arguments)
+    on_task = any(argument.partition("=")[0] == "--task" for argument in arguments)
+    return ON_TASK.get(name, COMMANDS[name]) if on_task else COMMANDS[name]
+
+
+def _refuse_grouped(name: str, arguments: Sequence[str], parse: Callable[..., object]) -> None:
+    """Results and errors name settings by group, as `train.steps`; options have none, and the parser finds nothing near such a name."""
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if re.fullmatch(r"--[\w-]+\.[\w.-]+", flag):
+            with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+                parse(args=["--help"])
+            flags = re.findall(r"--[a-z][a-z-]*", text.getvalue())
+            near = difflib.get_close_matches(f"--{flag.rpartition('.')[2].replace('_', '-')}", flags, n=1, cutoff=0.8)
+            meant = f"; perhaps you meant {near[0]}" if near else ""
+            raise CannotDo(f"{name} has no option {flag}{meant} (fastweights {name} --help has all)")
 
 
 def _need(*extras: str) -> None:

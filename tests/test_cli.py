@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,10 +51,21 @@ def test_help_names_every_command_and_explains_every_setting(call):
         assert "None" not in text.split("--restart")[0].split(first)[-1]
 
 
-def test_help_is_quick_because_nothing_heavy_is_loaded():
-    code = "import sys; sys.argv = ['fastweights', '--help']\ntry:\n from fastweights.cli import main; main()\nexcept SystemExit: pass\n"
-    code += "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules), 'loaded for --help'"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+def loaded_by(*arguments):
+    """What a command has loaded of what is heavy."""
+    code = "import sys\nfrom fastweights.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    return {"torch", "transformers", "matplotlib", "datasets"} & set(done.stdout.split())
+
+
+def test_help_and_a_misspelt_model_are_quick_because_nothing_heavy_is_loaded():
+    for arguments in (("--help",), ("train", "--help"), ("generate", "nowhere", "--prompt", "x"), ("inspect", "nowhere", "x")):
+        assert not loaded_by(*arguments)
+
+
+def test_a_report_of_results_loads_no_model(tmp_path):
+    results = Path(__file__).parent.parent / "benchmarks/results/demo.json"
+    assert loaded_by("report", str(results), "--out", str(tmp_path / "page.html")) == {"matplotlib"}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +79,12 @@ def test_help_is_quick_because_nothing_heavy_is_loaded():
         (("demo", "--precision", "fp8"), "fp8"),
         (("train", "--preset", "kla-9b"), "preset 'kla-9b' is not one of byte, kla-5m"),
         (("train", "--mixer", "kla+cqc"), "cqc"),
+        (
+            ("compare", "--train.steps", "3"),
+            "compare has no option --train.steps; perhaps you meant --steps (fastweights compare --help has",
+        ),
+        (("train", "--evaluate.longst=3"), "train has no option --evaluate.longst; perhaps you meant --longest"),
+        (("demo", "--nothing.like-it"), "demo has no option --nothing.like-it (fastweights demo --help has all)"),
         (("fly",), "fly"),
         ((), "compare"),
     ],
@@ -77,6 +95,13 @@ def test_a_request_that_cannot_be_met_is_told_in_a_few_lines(call, monkeypatch, 
     code, text = call(*arguments)
     assert code == 2 and told in text and "Traceback" not in text and len(text.splitlines()) <= 10
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_near_a_misspelt_option_is_one_of_the_same_command(call):
+    code, text = call("train", "--mixers", "kla")
+    assert code == 2 and "--mixer STR" in text and "bench" not in text and "compare" not in text
+    code, text = call("eval", "m", "--learnin-rate", "3")
+    assert code == 2 and "--learning-rate" not in text
 
 
 @pytest.mark.parametrize(
