@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.recipes.pool import Report
 from fastweights.recipes.settings import CompareSettings, EvaluateSettings
 from fastweights.records import provenance
+from fastweights.train.checkpoints import keep_newest
 from fastweights.train.corpus import Corpus, open_corpus
 from fastweights.train.tokenizer import document_token_id, load_tokenizer
 from fastweights.train.trainer import train
@@ -142,8 +142,7 @@ def _train(job: Job, tokenizer: PreTrainedTokenizerBase, report: Report, should_
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
     part.rename(job.folder / "model")  # whole or not at all
-    for checkpoint in job.folder.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    keep_newest(job.folder, 0)
     return True
 
 

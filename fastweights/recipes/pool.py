@@ -25,6 +25,8 @@ from fastweights.recipes.errors import CannotDo
 Row = dict[str, Any]
 Report = Callable[[str, int, int, str], None]
 """Told (what is being done, how much is done, of how much, a number worth showing)."""
+LINE_SECONDS = 60.0
+"""Between two lines about a job, where there is no terminal for bars."""
 _messages: Any = None
 _stop: Any = None
 _pids: Any = None
@@ -202,7 +204,11 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _board(jobs: Sequence[Work], console: Console) -> Iterator[Callable[[int], Report]]:
-    """A line per job: what it does, a bar, a number, the time left. Without a terminal, a plain line where a phase begins."""
+    """A line per job: what it does, a bar, a number, the time left. Without a terminal, `_lines` of each."""
+    if not console.is_terminal:
+        reports = [_lines(job.name, console) for job in jobs]
+        yield reports.__getitem__
+        return
     columns = (
         TextColumn("{task.fields[label]:<22}"),
         TextColumn("{task.description:<9}"),
@@ -213,7 +219,7 @@ def _board(jobs: Sequence[Work], console: Console) -> Iterator[Callable[[int], R
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console) as progress:
         tasks = [progress.add_task("waiting", start=False, label=job.name, note="", taken="", total=1) for job in jobs]
         phases: dict[int, str] = {}
         began: dict[int, float] = {}
@@ -224,14 +230,32 @@ def _board(jobs: Sequence[Work], console: Console) -> Iterator[Callable[[int], R
                     phases[number] = phase
                     began.setdefault(number, time.monotonic())
                     progress.reset(tasks[number], description=phase, total=total)
-                    if not console.is_terminal:
-                        console.print(f"{jobs[number].name}: {phase}", highlight=False)
                 taken = str(datetime.timedelta(seconds=int(time.monotonic() - began[number])))
                 progress.update(tasks[number], completed=done, total=total, note=note, taken=taken)
 
             return report
 
         yield report_of
+
+
+def _lines(name: str, console: Console) -> Report:
+    """A plain line where a phase begins, and every `LINE_SECONDS` in it: how far it is, the number, the time left."""
+    told, before, since = 0.0, "", (0.0, 0)
+
+    def report(phase: str, done: int, total: int, note: str) -> None:
+        nonlocal told, before, since
+        now = time.monotonic()
+        if phase != before:
+            told, before, since = now, phase, (now, 0)
+            console.print(f"{name}: {phase}", highlight=False)
+        elif since[1] == 0:
+            since = now, done  # what an earlier session has done tells nothing about the pace
+        elif now - told >= LINE_SECONDS and done > since[1]:
+            told, left = now, (now - since[0]) / (done - since[1]) * (total - done)
+            parts = [f"{done:,} of {total:,}", *([note] if note else []), f"{datetime.timedelta(seconds=round(left))} left"]
+            console.print(f"{name}: {phase} {', '.join(parts)}", highlight=False)
+
+    return report
 
 
 def cores() -> int:

@@ -27,14 +27,16 @@ from fastweights.recipes.pool import Report, cores, run_jobs
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.train_card import model_card
 from fastweights.recipes.train_settings import TrainingRun, determining, flat
-from fastweights.recipes.train_text import Mixture, Validation, find_text
+from fastweights.recipes.train_text import Mixture, Share, Validation, find_text
 from fastweights.records import append_rows, provenance, read_rows
 from fastweights.report.numbers import interval
 from fastweights.train.carry import batches_of, check_carry
+from fastweights.train.checkpoints import checkpoints, keep_newest, last_checkpoint
 from fastweights.train.corpus import Corpus
+from fastweights.train.documents import STDLIB
 from fastweights.train.sharding import unshard
-from fastweights.train.tokenizer import document_token_id, load_tokenizer
-from fastweights.train.trainer import CHECKPOINT, last_checkpoint, train
+from fastweights.train.tokenizer import BYTES, document_token_id, load_tokenizer
+from fastweights.train.trainer import train
 
 SETTINGS, METRICS, RESULT, MODEL, ADAPTER = "run.json", "metrics.jsonl", "result.json", "model", "adapter"
 ADAPTED = ["qkv_proj", "gate_proj", "out_proj", "up_proj", "down_proj"]
@@ -173,7 +175,19 @@ def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> FastWe
 
 def _identity(job: TrainingJob) -> dict[str, Any]:
     """What must be the same for a run to go on: the settings, and the text behind their names."""
-    return determining(flat(job.settings)) | {"text": _text(job)["key"]}
+    return _by_place(determining(flat(job.settings))) | {"text": _text(job)["key"]}
+
+
+def _by_place(settings: dict[str, Any]) -> dict[str, Any]:
+    """With local files and folders by their whole paths: they are the same from wherever they are named. Other names stay."""
+
+    def place(text: str) -> str:
+        name = Share.parse(text).name
+        path = Path(name).expanduser()
+        return f"{path.resolve()}{text[len(name) :]}" if name not in ("", STDLIB, BYTES) and path.exists() else text
+
+    named = {name: [place(text) for text in settings[name]] for name in ("data", "validation")}
+    return settings | named | {name: place(settings[name]) for name in ("tokenizer", "init_from")}
 
 
 def _text(job: TrainingJob) -> dict[str, Any]:
@@ -190,7 +204,7 @@ def _refuse_other_settings(job: TrainingJob) -> None:
         return
     try:
         written, now = json.loads(file.read_text())["identity"], _identity(job)
-        before = determining(flat(TrainingRun())) | dict(written)  # a setting that is younger than the run has had its default
+        before = _by_place(determining(flat(TrainingRun())) | dict(written))  # a setting that is younger than the run had its default
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged, so the run in it cannot go on: {error!r}. Give another --out, or --restart") from None
     other = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in now | before if before.get(name) != now.get(name)]
@@ -280,8 +294,7 @@ def _export(job: TrainingJob, model: Any) -> None:
     config = json.loads((part / "config.json").read_text())
     _write_whole(part / "config.json", json.dumps(config | {"dtype": "float32"}, indent=2))  # stored small, loaded in float32
     part.rename(job.folder / MODEL)
-    for checkpoint in job.folder.glob(f"{CHECKPOINT}*"):
-        shutil.rmtree(checkpoint)
+    keep_newest(job.folder, 0)
 
 
 def _result(job: TrainingJob, report: Report) -> dict[str, Any]:
@@ -353,7 +366,7 @@ def _forget(folder: Path) -> None:
     """What `fastweights train` wrote, and nothing else that may lie there."""
     for file in (SETTINGS, METRICS, RESULT):
         (folder / file).unlink(missing_ok=True)
-    for path in (folder / MODEL, folder / f"{MODEL}.part", folder / ADAPTER, folder / "runs", *folder.glob(f"{CHECKPOINT}*")):
+    for path in (folder / MODEL, folder / f"{MODEL}.part", folder / ADAPTER, folder / "runs", *checkpoints(folder)):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from fastweights.models import FastWeightsForCausalLM, parameter_groups
 from fastweights.train.carry import CarriedMemory, batches_of, check_carry
+from fastweights.train.checkpoints import keep_newest
 from fastweights.train.corpus import Corpus
 from fastweights.train.flops import peak_flops, training_flops
 from fastweights.train.observe import first_window, observe
@@ -80,7 +81,6 @@ class PackedTrainer(transformers.Trainer):
             seed=seed,
             use_cpu=device == "cpu",
             save_steps=settings.save_every,
-            save_total_limit=settings.keep_checkpoints,
             logging_steps=settings.log_every,
             logging_nan_inf_filter=False,
             disable_tqdm=quiet,
@@ -153,6 +153,12 @@ class PackedTrainer(transformers.Trainer):
                 f"{checkpoint} was written by {before or 'fewer'} ranks and there are {self.place_of['ranks']}; {what} is shared out by "
                 "ranks, so it goes on with as many"
             )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:  # not the Trainer's own removal, which takes whatever is named checkpoint- for one
+            assert self.args.output_dir is not None
+            keep_newest(Path(self.args.output_dir), self.settings.keep_checkpoints)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """What the Trainer saves on every rank, before the file that makes a checkpoint whole."""

@@ -7,8 +7,6 @@ What is streamed or mixed is resumed from the places of its readers (`stream`), 
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,13 +14,13 @@ from typing import NamedTuple
 import torch
 from transformers import TrainerCallback
 
+from fastweights.train.checkpoints import last_checkpoint
 from fastweights.train.corpus import Corpus
 from fastweights.train.packed_trainer import Logs, Model, PackedTrainer
 from fastweights.train.presets import TrainSettings
 from fastweights.train.sharded_trainer import ShardedTrainer
 from fastweights.train.stream import Stream
 
-CHECKPOINT = "checkpoint-"
 OnStep = Callable[[int, Logs], None]
 
 
@@ -80,17 +78,6 @@ def train(
         model.config.use_cache = use_cache
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Training(finished=trainer.state.global_step >= settings.steps, history=history)
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest whole checkpoint of a run; what a kill left half-written is removed."""
-    whole: dict[int, Path] = {}
-    for path in folder.glob(f"{CHECKPOINT}*"):
-        try:
-            whole[int(json.loads((path / "trainer_state.json").read_text())["global_step"])] = path  # the Trainer writes this file last
-        except (OSError, ValueError, KeyError):
-            shutil.rmtree(path, ignore_errors=True)
-    return str(whole[max(whole)]) if whole else None
 
 
 class _Hooks(TrainerCallback):

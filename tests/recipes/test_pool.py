@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
+from fastweights.recipes import pool
 from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.pool import run_jobs
 
@@ -52,6 +53,25 @@ def test_every_row_comes_and_every_phase_is_told(run):
     rows, shown, failure = run(Fake("a", 2), Fake("b", 3), Fake("c", 1))
     assert sorted(rows) == ["a", "b", "c"] and failure is None
     assert all(f"{name}: counting" in shown for name in "abc")
+
+
+def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(monkeypatch):
+    """And the time left by the pace of this session, which began in the middle."""
+    now, console = [0.0], Console(file=io.StringIO(), width=120)
+    monkeypatch.setattr(pool.time, "monotonic", lambda: now[0])
+    report = pool._lines("a", console)
+    report("counting", 0, 1000, "")
+    for step in range(991, 1001):
+        now[0] += 25
+        report("counting", step, 1000, f"loss {step}" if step > 995 else "")
+    report("done", 1, 1, "")
+    assert console.file.getvalue().splitlines() == [
+        "a: counting",
+        "a: counting 993 of 1,000, 0:02:55 left",
+        "a: counting 996 of 1,000, loss 996, 0:01:40 left",
+        "a: counting 999 of 1,000, loss 999, 0:00:25 left",
+        "a: done",
+    ]
 
 
 def test_a_failure_is_raised_and_takes_no_finished_row_with_it(run):

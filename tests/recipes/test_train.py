@@ -293,6 +293,23 @@ def test_a_run_that_is_older_than_a_setting_goes_on(small, tmp_path):
         plan_training(small(train=dataclasses.replace(TRAIN, carry_memory=True)))
 
 
+def test_the_same_text_by_another_path_is_the_same_run(small, text, tmp_path, monkeypatch):
+    """From another folder, with a share, in an older run's relative words; a name that is no file is compared as it is."""
+    monkeypatch.chdir(text.parent)
+    here = dict(data=(f"./{text.name}",), validation=(text.name,))
+    recipe._write_settings(plan_training(small(**here)))
+    plan_training(small(data=(str(text),), validation=(str(text),)))
+    file = tmp_path / "run/run.json"
+    written = json.loads(file.read_text())
+    assert written["identity"]["data"] == [str(text)] and written["identity"]["tokenizer"] == "bytes"
+    written["identity"]["data"] = [text.name]
+    file.write_text(json.dumps(written))
+    plan_training(small(data=(str(text),), validation=(str(text),)))
+    (text.parent / "stdlib").mkdir()
+    names = {"data": [f"{text.name}:0.3", "stdlib:0.7", "hub:one/two"], "validation": [], "tokenizer": "bytes", "init_from": ""}
+    assert recipe._by_place(names) == names | {"data": [f"{text}:0.3", "stdlib:0.7", "hub:one/two"]}
+
+
 def test_memory_that_cannot_be_carried_is_refused_before_any_work(small, text, tmp_path):
     train = dataclasses.replace(TRAIN, carry_memory=True)
     for changes, message in [

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastweights.records import read_rows
-from fastweights.train.trainer import last_checkpoint
+from fastweights.train.checkpoints import last_checkpoint
 
 SETTINGS = "--steps 8 --batch-tokens 64 --sequence-length 16 --save-every 2 --log-every 1 --longest 4 --validation-tokens 256"
 SHAPE = "--hidden-size 32 --num-hidden-layers 1 --num-heads 2 --intermediate-size 48 --length-tokens 128 --sample-tokens 8 --no-tensorboard"

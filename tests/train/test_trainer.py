@@ -8,9 +8,10 @@ import torch
 
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.train import packed_trainer
+from fastweights.train.checkpoints import keep_newest, last_checkpoint
 from fastweights.train.packed_trainer import CURVE, PackedTrainer, input_names
 from fastweights.train.presets import SIZES, TrainSettings
-from fastweights.train.trainer import last_checkpoint, train
+from fastweights.train.trainer import train
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "intermediate_size": 32}
 SETTINGS = TrainSettings(steps=10, batch_tokens=64, sequence_length=16, save_every=100, log_every=1, learning_rate=1e-2, warmup=0.2)
@@ -207,10 +208,18 @@ def test_everything_is_logged_and_the_checkpoint_keeps_the_curve(run, tmp_path):
     assert [entry for entry in state["log_history"] if "loss" in entry] == training.history
 
 
-@pytest.mark.full
-def test_checkpoints_are_kept_by_number(run, tmp_path):
+def test_checkpoints_are_kept_by_number_and_what_a_user_made_is_left_alone(run, tmp_path):
+    """Copies and notes beside them, older and newer, whole and not: neither resumed from nor removed, by saving, looking or leaving off."""
+    mine = {"checkpoint-best", "checkpoint-4-copy", "checkpoint-notes.txt", "my-checkpoint-8"}
+    for name in mine:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/checkpoint-best/trainer_state.json").write_text('{"global_step": 99}')
     run(settings=dataclasses.replace(SETTINGS, save_every=2, keep_checkpoints=3))
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
+    assert {path.name for path in (tmp_path / "run").glob("*checkpoint-*")} == mine | {"checkpoint-6", "checkpoint-8", "checkpoint-10"}
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run/checkpoint-10")
+    keep_newest(tmp_path / "run", 0)
+    assert {path.name for path in (tmp_path / "run").glob("*checkpoint-*")} == mine
+    assert last_checkpoint(tmp_path / "run") is None
 
 
 @pytest.mark.full
