@@ -33,8 +33,9 @@ def report(files: Sequence[Path], out: Path, *, title: str = "fastweights report
         with exporting(out.with_name(f"{out.stem}_figures"), tuple(dict.fromkeys(export))) as written:
             write_report(results, out, title=title)
         return [out, *written]
-    except KeyError as error:
-        raise ValueError(f"a result in {', '.join(map(str, files))} lacks {error}: it is damaged, or of another version") from error
+    except (KeyError, TypeError, IndexError, AttributeError) as error:  # files may hold anything
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be shown ({error})"
+        raise ValueError(f"a result in {', '.join(map(str, files))} {what}: it is damaged, or of another version") from error
 
 
 def load_results(file: Path) -> list[dict[str, Any]]:

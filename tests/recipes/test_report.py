@@ -61,3 +61,12 @@ def test_a_page_and_no_figures_unless_asked(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"kind": "odd", "x": 1}\n{"kind": "odd", "x": 2}\n')
     assert report([tmp_path / "rows.jsonl"], tmp_path / "page.html") == [tmp_path / "page.html"]
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "page.html"}
+
+
+@pytest.mark.parametrize(
+    "change", [{"summary": 3}, {"rows": [1, 2]}, {"summary": []}, {"settings": "x"}, {"kind": "efficiency", "rows": 3}]
+)
+def test_a_result_that_holds_something_else_is_told(tmp_path, change):
+    (tmp_path / "results.json").write_text(json.dumps(json.loads((RESULTS / "demo.json").read_text()) | change))
+    with pytest.raises(ValueError, match=r"a result in .*results\.json (cannot be shown|lacks) .*: it is damaged, or of another version"):
+        report([tmp_path / "results.json"], tmp_path / "page.html")
