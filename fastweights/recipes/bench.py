@@ -262,7 +262,11 @@ def _row(plan: Plan, contender: Contender, bench: Bench, case: Case, measured: M
         return row | {"failed": measured.failed}
     medians = {name: statistics.median(run[name] for run in measured.runs) for name in measured.runs[0]}
     tokens = case.length if plan.what == "prefill" else case.batch
-    row |= medians | {"runs_ms": [round(run["ms"], 4) for run in measured.runs], "tokens_per_second": 1e3 * tokens / medians["ms"]}
+    row |= (
+        medians
+        | {f"runs_{name}": [round(run[name], 4) for run in measured.runs] for name in ("ms", "cpu_ms")}
+        | {"tokens_per_second": 1e3 * tokens / medians["ms"]}
+    )
     row |= {"state_bytes": measured.state_bytes, "weight_bytes": weight_bytes(model)}
     row |= {"peak_bytes": measured.peak.bytes, "peak_kind": measured.peak.kind}
     if plan.what == "prefill":

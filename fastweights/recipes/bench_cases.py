@@ -101,7 +101,7 @@ class Bench:
             done = self.engine(case).submit(tokens, Sampling(max_new_tokens=1, ignore_eos=True)).result()
         if done.error is not None:
             raise done.error
-        return {"ms": first.ms, "reading_ms": reading.ms}
+        return {"ms": first.ms, "cpu_ms": first.cpu_ms, "reading_ms": reading.ms}
 
     def _rows(self, case: Case) -> dict[str, float]:
         states, rows = self._states[case.length], self.engine(case).rows
@@ -112,7 +112,7 @@ class Bench:
             with self._timed() as steps:
                 for _ in range(self.new_tokens):
                     rows.step(plain=True)
-        return {"ms": steps.ms / self.new_tokens}
+        return {"ms": steps.ms / self.new_tokens, "cpu_ms": steps.cpu_ms / self.new_tokens}
 
     def _requests(self, case: Case) -> dict[str, float]:
         engine, seen = self.engine(case), torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
@@ -133,7 +133,7 @@ class Bench:
         for request in requests:
             if (error := request.result().error) is not None:
                 raise error
-        return {"ms": steps.ms / (self.new_tokens - 1)}
+        return {"ms": steps.ms / (self.new_tokens - 1), "cpu_ms": steps.cpu_ms / (self.new_tokens - 1)}
 
     def _generate(self, case: Case) -> dict[str, float]:
         cache = FastWeightsCache(self.model.config)
@@ -145,26 +145,26 @@ class Bench:
         how = {"min_new_tokens": self.new_tokens, "max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": 0}
         with self._timed() as steps:
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **how, **{CACHE: cache})
-        return {"ms": steps.ms / self.new_tokens}
+        return {"ms": steps.ms / self.new_tokens, "cpu_ms": steps.cpu_ms / self.new_tokens}
 
     def _timed(self) -> _Timed:
         return _Timed(self.device)
 
 
 class _Timed:
-    """Milliseconds inside a ``with``, all that the device was given to do included."""
+    """Milliseconds inside a ``with``, all that the device was given to do included; and those that this process had a processor."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.ms = device, 0.0
+        self.device, self.ms, self.cpu_ms = device, 0.0, 0.0
 
     def __enter__(self) -> _Timed:
         synchronise(self.device)
-        self.ms = -1e3 * time.perf_counter()
+        self.ms, self.cpu_ms = -1e3 * time.perf_counter(), -1e3 * time.process_time()
         return self
 
     def __exit__(self, *_) -> None:
         synchronise(self.device)
-        self.ms += 1e3 * time.perf_counter()
+        self.ms, self.cpu_ms = self.ms + 1e3 * time.perf_counter(), self.cpu_ms + 1e3 * time.process_time()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

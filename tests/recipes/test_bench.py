@@ -126,7 +126,7 @@ def test_a_time_is_that_of_one_step_or_one_prompt(monkeypatch):
     model = tiny_model()
     bench, peak = Bench(model, 8, 3, 0), Peak(torch.device("cpu"))
     every = [Case(16, 2, "rows"), Case(16, 2, "engine"), Case(16, 2, "generate"), Case(17, 1, "prompt")]
-    monkeypatch.setattr(bench_cases, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(bench_cases, "time", SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0] / 2))
     monkeypatch.setattr(Rows, "step", takes(0.2, Rows.step))
     monkeypatch.setattr(reading, "read_tokens", takes(0.05, reading.read_tokens))
     monkeypatch.setattr(model, "generate", takes(0.3, model.generate))
@@ -134,8 +134,9 @@ def test_a_time_is_that_of_one_step_or_one_prompt(monkeypatch):
     for case in every:
         bench.prepare(case)
         found.append(bench.run(case, peak))
-    assert found[:2] == [{"ms": pytest.approx(200)}] * 2 and found[2] == {"ms": pytest.approx(100)}
-    assert found[3] == {"ms": pytest.approx(300), "reading_ms": pytest.approx(100)}  # two pieces of 8, and the first token is a step
+    wanted = [{"ms": pytest.approx(ms), "cpu_ms": pytest.approx(ms / 2)} for ms in (200, 200, 100, 300)]
+    assert found[:3] == wanted[:3]
+    assert found[3] == wanted[3] | {"reading_ms": pytest.approx(100)}  # two pieces of 8, and the first token is a step
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,7 @@ def test_rows_come_one_a_case_with_all_that_is_asked_of_them(tmp_path):
     every = itertools.product(("kla", "softmax"), (16, 32), (1,), PATHS)
     assert cases(results["rows"]) == sorted(every) == cases(read_rows(tmp_path / "decode/results.jsonl"))
     for row in results["rows"]:
+        assert len(row["runs_cpu_ms"]) == 2 and row["cpu_ms"] == pytest.approx(sum(row["runs_cpu_ms"]) / 2, rel=1e-3)
         assert len(row["runs_ms"]) == 2 and row["ms"] == pytest.approx(sum(row["runs_ms"]) / 2, rel=1e-3)
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms"])
         assert row["floor_ms"] == pytest.approx(1e3 * row["step_bytes"] / 10e9) and row["over_floor"] == pytest.approx(
