@@ -70,7 +70,9 @@ def _processor() -> str:
 
 def provenance(*, device: str | None = None, seed: int | None = None) -> dict[str, Any]:
     """The fields every result row ends with."""
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name  # python -m fastweights
+    command = [name, *sys.argv[1:]]
     row: dict[str, Any] = {
         "command": shlex.join(command),
         "commit": commit(),

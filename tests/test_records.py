@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastweights.records import append_rows, read_rows, rows_by_run
+from fastweights.records import append_rows, provenance, read_rows, rows_by_run
 
 ROWS = [{"run": "a", "text": "ä" * 9}, {"run": "b", "points": [1, 2]}]
 
@@ -47,3 +47,10 @@ def test_of_the_rows_of_a_run_the_last_counts_and_a_row_without_one_is_named(tmp
     append_rows(file, [{"x": 3}])
     with pytest.raises(ValueError, match=r"rows\.jsonl: row 4 has no 'run', by which finished runs are known"):
         rows_by_run(file)
+
+
+@pytest.mark.parametrize("program", ["/somewhere/bin/fastweights", "/somewhere/fastweights/__main__.py"])
+def test_a_command_is_named_as_it_was_typed(program, monkeypatch):
+    """By its script or as `python -m fastweights`, never by a path of this machine."""
+    monkeypatch.setattr("sys.argv", [program, "train", "--out", "a b"])
+    assert provenance(device="cpu")["command"] == "fastweights train --out 'a b'"
