@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastweights.records import read_rows
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,3 +39,8 @@ def test_make_has_the_commands():
 def test_the_table_is_the_recorded_rows():
     page = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
     assert page["MARKED"].findall(README) == [page["table"](json.loads(page["RESULTS"].read_text()))]
+
+
+def test_the_tables_of_speed_are_the_recorded_rows():
+    page = runpy.run_path(str(ROOT / "benchmarks" / "efficiency_table.py"))
+    assert page["MARKED"].findall(page["PAGE"].read_text()) == [page["tables"](read_rows(page["ROWS"]))]
