@@ -74,9 +74,10 @@ def answer(rows: list[Row]) -> str:
     worst, sessions, killed = max(_differences(rows, "loss")), len(rows[1]["sessions"]), rows[1]
     if worst > 1e-6:
         return f"yes: the losses of {sessions} sessions differ by up to {worst:.2g} nats from those of one"
+    how = "are equal bit for bit" if worst == 0 else f"differ by {worst:.2g} nats at most"
     return (
-        f"no: {len(rows[0]['curve'])} steps of one session, and of {sessions}, differ by {worst:.2g} nats at most "
-        f"({killed['parameters'] / 1e6:.1f} M parameters with embeddings, {killed['tokens']:,} tokens of English)"
+        f"no: {len(rows[0]['curve'])} losses of one session, and of {sessions}, {how} ({killed['parameters'] / 1e6:.1f} M parameters with "
+        f"embeddings, {killed['tokens']:,} tokens of English)"
     )
 
 
@@ -92,9 +93,9 @@ def table(rows: list[Row]) -> str:
         losses = ", ".join(f"{row['curve'][step - 1]['loss']:.4f}" for step in (1, 50, 100, 130))
         lines.append(f"| {row['run']} | {sessions} | {losses} | {last} | {measured} |")
     loss, norm = max(_differences(rows, "loss")), max(_differences(rows, "grad_norm"))
-    note = f"Over {len(straight['curve'])} steps the losses differ by {loss:.2g} at most, the gradient norms by {norm:.2g}. It goes on:"
-    sample = "".join(f"> {line}\n" for line in killed["sample"]["text"].splitlines()[:6])
-    return "\n".join([*lines, "", note, "", sample])
+    sample = " ".join(killed["sample"]["text"].split())[:200]
+    note = f"Over {len(straight['curve'])} steps the losses differ by {loss:.2g} at most, the gradient norms by {norm:.2g}."
+    return "\n".join([*lines, "", f"{note} After `{killed['sample']['prompt'].splitlines()[0]} …` the model goes on: {sample} …", ""])
 
 
 def figure(rows: list[Row]) -> str:
