@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -213,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 a request that cannot be met, 130 interrupted.
 
     A request that cannot be met is a `CannotDo`, any other ValueError, as all of our code raises them for what it is given, or a file
-    that cannot be read or written: a line says why. Everything else is a fault of ours, and keeps its traceback.
+    that cannot be read or written: a line says why, below the traceback if FASTWEIGHTS_TRACEBACK is set. Everything else is a fault of
+    ours, and keeps its traceback.
     """
     try:
         _need("cli")
@@ -229,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description = "Linear attention as a fast-weight memory: train, compare, measure."
             tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="fastweights", description=description, args=arguments, config=config)
     except (ValueError, OSError, FloatingPointError) as error:
+        if os.environ.get("FASTWEIGHTS_TRACEBACK"):
+            traceback.print_exc()
         print(f"fastweights: {error if isinstance(error, CannotDo) else _line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

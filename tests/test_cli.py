@@ -153,3 +153,12 @@ def test_the_demo_as_shipped(tmp_path):
         assert [point["length"] for point in row["lengths"]] == [256, 512, 1024, 2048, 4096]
         assert len(row["sample"]["text"]) > 100
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 100_000
+
+
+def test_a_line_shows_where_it_came_from_if_asked(monkeypatch, capsys):
+    """A ValueError of a library may be a fault of ours; whoever looks for it finds the place."""
+    for wanted, seen in (("", False), ("1", True)):
+        monkeypatch.setenv("FASTWEIGHTS_TRACEBACK", wanted)
+        assert cli.main(["generate", "nowhere"]) == 2
+        told = capsys.readouterr().err
+        assert ("Traceback" in told) == seen and told.splitlines()[-1].startswith("fastweights: 'nowhere' is not the folder")

@@ -283,3 +283,18 @@ class TestKaczmarzTheorems:
         S, k, v = problem
         left = v - k @ self.write(S, k, v, eps)
         assert (left - eps / (k @ k + eps) * (v - k @ S)).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("length", [1e-4, 1e-2, 1.0, 1e3])
+def test_a_write_of_kla_leaves_a_share_of_its_residual_however_long_the_key(length):
+    """v̂ − S'ᵀk̂ = (1 − η‖k̂‖²)(v̂ − S̃ᵀk̂) with 0 ≤ 1 − η‖k̂‖² ≤ 1: it never over-corrects."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(B, 1, Hk, size, generator=generator, dtype=torch.float64) for size in (K, V))
+    eta = torch.rand(B, 1, Hk, generator=generator, dtype=torch.float64)
+    k, v, beta = kaczmarz(k * length, v, eta, eps=EPS)
+    state = torch.randn(B, Hk, K, V, generator=generator, dtype=torch.float64)
+    _, after = reference_delta(k, k, v, Coefficients(beta=beta), state=state)
+    before, left = (v[:, 0] - torch.einsum("bhkv,bhk->bhv", memory, k[:, 0]) for memory in (state, after))
+    share = 1 - beta[:, 0] * k[:, 0].square().sum(-1)
+    assert (share >= 0).all() and (share <= 1).all()
+    close(left, share.unsqueeze(-1) * before)
