@@ -1,7 +1,7 @@
 """Times of our kernels beside other people's, and beside what the card allows, on one GPU.
 
     python benchmarks/bench_ops.py                    # everything, ours alone
-    python benchmarks/bench_ops.py --peers fla        # beside Flash Linear Attention (its own process, FLA_FLASH_QLA=0)
+    python benchmarks/bench_ops.py --peers fla flashqla   # beside Flash Linear Attention (FLA_FLASH_QLA=0) and FlashQLA, a process each
     python benchmarks/bench_ops.py --only forward/long
 
 A parity gate runs first: nothing is timed that does not agree with the float64 reference. Rows go to benchmarks/results/ops-<card>.jsonl,
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,7 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastweights.notation import Coefficients
+from fastweights.ops import ccq_query
 from fastweights.ops.dispatch import delta, delta_step_
+from fastweights.ops.heads import as_written
 from fastweights.ops.reference import reference_delta
 from fastweights.records import append_rows, provenance, read_rows
 
@@ -48,13 +51,20 @@ class Work:
     """forward, forward+backward, step (one token, in a CUDA graph) or first (the first call of forward+backward, empty cache)."""
     shape: tuple[int, int, int, int, int]
     """B, T, H, K, V."""
+    read: str = "raw"
+    """raw, or ccq: the query contracted by the keys' covariance first."""
 
     def floor(self) -> float:
-        """Milliseconds that no version can beat: bytes that must move, or multiplications in chunks of 64, whichever takes longer."""
+        """Milliseconds that no version can beat: bytes that must move, or multiplications in chunks of 64, whichever takes longer.
+
+        With CCQ, of its bytes only that q' is written and read, and of its multiplications those of a covariance kept in chunks.
+        """
         B, T, H, K, V = self.shape
         if self.kind == "step":
             return 1e3 * 2 * 4 * B * H * K * V / COPY
         moved, products = B * T * H * (4 * K + 4 * V), B * T * H * (4 * 64 * (K + V) + 6 * K * V)
+        if self.read == "ccq":
+            moved, products = moved + B * T * H * 4 * K, products + B * T * H * (8 * 64 * K + 4 * K * K)
         passes = 1 if self.kind == "forward" else 3
         return 1e3 * max(passes * moved / COPY, passes * products / MATMUL)
 
@@ -66,6 +76,11 @@ DELTA = (
     *(Work(name=f"step/{B}", kind="step", shape=(B, 1, 16, 128, 128)) for B in (1, 8, 64, 256)),
     Work(name="training", kind="forward+backward", shape=(8, 8192, 8, 128, 128)),
     Work(name="training/paper", kind="forward+backward", shape=(4, 4096, 12, 96, 192)),
+    Work(name="training/one row", kind="forward+backward", shape=(1, 32768, 16, 128, 128)),
+    Work(name="training/long", kind="forward+backward", shape=(1, 131072, 4, 128, 128)),
+    Work(name="ccq/training", kind="forward+backward", shape=(8, 8192, 8, 128, 128), read="ccq"),
+    Work(name="ccq/one row", kind="forward+backward", shape=(1, 32768, 16, 128, 128), read="ccq"),
+    Work(name="ccq/long", kind="forward+backward", shape=(1, 131072, 4, 128, 128), read="ccq"),
     Work(name="first", kind="first", shape=(1, 2048, 4, 128, 128)),
 )
 
@@ -90,12 +105,16 @@ def parity(work: Work) -> float:
     B, _, H, K, V = work.shape
     q, k, v, coef = operands((min(B, 2), 1 if work.kind == "step" else 200, min(H, 2), K, V), grad=work.kind != "step")
     state = torch.randn(q.shape[0], q.shape[2], K, V, device="cuda")
+    lam = torch.rand(q.shape[:3], device="cuda")
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o, final = reference_delta(*exact, Coefficients(*coef), state=state.double())
+    true_coef = Coefficients(*(x if x is None else x.detach().double() for x in coef))
+    clean = ccq_query(exact[0], as_written(exact[1], true_coef), lam.double(), backend="torch")[0] if work.read == "ccq" else exact[0]
+    o, final = reference_delta(clean, *exact[1:], true_coef, state=state.double())
     if work.kind == "step":
         pairs = [(delta_step_(q, k, v, coef, state, backend="triton"), o), (state, final)]
     else:
-        found, last = delta(q, k, v, coef, state=state, backend="triton")
+        clean = ccq_query(q, as_written(k, coef), lam, backend="triton")[0] if work.read == "ccq" else q
+        found, last = delta(clean, k, v, coef, state=state, backend="triton")
         upstream = torch.randn_like(found)
         got = torch.autograd.grad(found, (q, k, v), upstream)
         pairs = [(found, o), (last, final), *zip(got, torch.autograd.grad(o, exact, upstream.double()), strict=True)]
@@ -157,18 +176,21 @@ def measure(work: Work, leaves: list[Tensor], chunk: Callable[[], Tensor], step:
 
 def ours(work: Work) -> dict[str, Any]:
     q, k, v, coef = operands(work.shape, grad=work.kind in ("forward+backward", "first"))
-    chunk = lambda: delta(q, k, v, coef, scale=work.shape[3] ** -0.5, backend="triton")[0]  # noqa: E731
-    step = lambda state: delta_step_(q, k, v, coef, state, scale=work.shape[3] ** -0.5, backend="triton")  # noqa: E731
+    scale, lam = work.shape[3] ** -0.5, torch.rand(work.shape[:3], device="cuda", requires_grad=True)
+
+    def chunk() -> Tensor:
+        clean = ccq_query(q, as_written(k, coef), lam, backend="triton")[0] if work.read == "ccq" else q
+        return delta(clean, k, v, coef, scale=scale, backend="triton")[0]
+
+    step = lambda state: delta_step_(q, k, v, coef, state, scale=scale, backend="triton")  # noqa: E731
     if work.kind == "first":
         importlib.import_module("fastweights.ops.delta.chunk_triton")
-    leaves = [x for x in (q, k, v, *coef) if x is not None]
+    leaves = [x for x in (q, k, v, *coef) if x is not None] + [lam] * (work.read == "ccq")
     return {"implementation": "fastweights", "backend": "triton", **measure(work, leaves, chunk, step)}
 
 
-def fla(work: Work) -> dict[str, Any]:
-    """Gated DeltaNet of Flash Linear Attention on keys that are already unit, so that it need not normalise them."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-
+def gated_deltanet(work: Work) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """q, k, v and gates of Gated DeltaNet as both peers take them: keys that are already unit, so that they need not normalise them."""
     q, k, v, coef = operands(work.shape)
     k = F.normalize(k.float(), dim=-1).bfloat16()
     assert coef.beta is not None and coef.log_decay is not None
@@ -176,14 +198,33 @@ def fla(work: Work) -> dict[str, Any]:
     if work.kind in ("forward+backward", "first"):
         for x in (q, k, v, *gates.values()):
             x.requires_grad_()
-    chunk = lambda: chunk_gated_delta_rule(q, k, v, **gates)[0]  # noqa: E731
-    step = lambda state: fused_recurrent_gated_delta_rule(q, k, v, **gates, initial_state=state, output_final_state=True)  # noqa: E731
-    backend = "triton" if os.environ.get("FLA_FLASH_QLA") == "0" else "auto"
-    return {"implementation": "fla", "backend": backend, **measure(work, [q, k, v, *gates.values()], chunk, step)}
+    return [q, k, v], gates
 
 
-IMPLEMENTATIONS = {"fastweights": ours, "fla": fla}
-ENVIRONMENT = {"fastweights": {}, "fla": {"FLA_FLASH_QLA": "0"}}
+def fla(work: Work) -> dict[str, Any]:
+    """Flash Linear Attention's own kernels; its backward takes tilelang on Hopper with this Triton, where that is installed."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+    tensors, gates = gated_deltanet(work)
+    chunk = lambda: chunk_gated_delta_rule(*tensors, **gates)[0]  # noqa: E731
+    step = lambda state: fused_recurrent_gated_delta_rule(*tensors, **gates, initial_state=state, output_final_state=True)  # noqa: E731
+    backend = "triton" + ("+tilelang" if importlib.util.find_spec("tilelang") else "")
+    return {"implementation": "fla", "backend": backend, **measure(work, [*tensors, *gates.values()], chunk, step)}
+
+
+def flashqla(work: Work) -> dict[str, Any]:
+    """FlashQLA: K = V = 128 only, and no decode step."""
+    from flash_qla import chunk_gated_delta_rule
+
+    if work.kind == "step" or work.shape[3:] != (128, 128):
+        raise ValueError("FlashQLA has chunks of K = V = 128 alone")
+    tensors, gates = gated_deltanet(work)
+    chunk = lambda: chunk_gated_delta_rule(*tensors, **gates)[0]  # noqa: E731
+    return {"implementation": "flashqla", "backend": "tilelang", **measure(work, [*tensors, *gates.values()], chunk, lambda _: None)}
+
+
+IMPLEMENTATIONS = {"fastweights": ours, "fla": fla, "flashqla": flashqla}
+ENVIRONMENT = {"fastweights": {}, "fla": {"FLA_FLASH_QLA": "0"}, "flashqla": {}}
 
 
 def apart(implementation: str, works: list[Work], limit: float) -> Iterator[dict[str, Any]]:
@@ -200,7 +241,7 @@ def apart(implementation: str, works: list[Work], limit: float) -> Iterator[dict
 
 
 def child(implementation: str, names: list[str]) -> None:
-    for work in (w for w in DELTA if w.name in names):
+    for work in (w for w in DELTA if w.name in names and (w.read == "raw" or implementation == "fastweights")):
         try:
             print(json.dumps({"work": work.name, **IMPLEMENTATIONS[implementation](work)}), flush=True)
         except Exception as error:  # a peer that cannot run a shape is a result too
