@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fastweights.notation import CCQState, Coefficients
 from fastweights.ops import ccq_query, ccq_step_, delta_ccq_step_, delta_step_
-from fastweights.ops.heads import as_written
 from fastweights.records import append_rows, provenance
 
 SHAPES = ((8, 8192, 8, 128), (1, 32_768, 16, 128), (1, 131_072, 4, 128))
@@ -76,7 +75,7 @@ def measure(shape: tuple[int, int, int, int]) -> list[dict]:
 
 
 def two_steps_(q, k, v, coef, lam, memory, moments, *, backend):
-    clean = ccq_step_(q, as_written(k, coef), lam, moments, backend=backend)
+    clean = ccq_step_(q, k, lam, moments, key_scale=coef.key_scale, backend=backend)
     return delta_step_(clean, k, v, coef, memory, backend=backend)
 
 

@@ -33,7 +33,6 @@ from torch import Tensor
 from fastweights.notation import Coefficients
 from fastweights.ops import ccq_query
 from fastweights.ops.dispatch import delta, delta_step_
-from fastweights.ops.heads import as_written
 from fastweights.ops.reference import reference_delta
 from fastweights.records import append_rows, provenance, read_rows
 
@@ -108,12 +107,12 @@ def parity(work: Work) -> float:
     lam = torch.rand(q.shape[:3], device="cuda")
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     true_coef = Coefficients(*(x if x is None else x.detach().double() for x in coef))
-    clean = ccq_query(exact[0], as_written(exact[1], true_coef), lam.double(), backend="torch")[0] if work.read == "ccq" else exact[0]
+    clean = ccq_query(*exact[:2], lam.double(), key_scale=true_coef.key_scale, backend="torch")[0] if work.read == "ccq" else exact[0]
     o, final = reference_delta(clean, *exact[1:], true_coef, state=state.double())
     if work.kind == "step":
         pairs = [(delta_step_(q, k, v, coef, state, backend="triton"), o), (state, final)]
     else:
-        clean = ccq_query(q, as_written(k, coef), lam, backend="triton")[0] if work.read == "ccq" else q
+        clean = ccq_query(q, k, lam, key_scale=coef.key_scale, backend="triton")[0] if work.read == "ccq" else q
         found, last = delta(clean, k, v, coef, state=state, backend="triton")
         upstream = torch.randn_like(found)
         got = torch.autograd.grad(found, (q, k, v), upstream)
@@ -179,7 +178,7 @@ def ours(work: Work) -> dict[str, Any]:
     scale, lam = work.shape[3] ** -0.5, torch.rand(work.shape[:3], device="cuda", requires_grad=True)
 
     def chunk() -> Tensor:
-        clean = ccq_query(q, as_written(k, coef), lam, backend="triton")[0] if work.read == "ccq" else q
+        clean = ccq_query(q, k, lam, key_scale=coef.key_scale, backend="triton")[0] if work.read == "ccq" else q
         return delta(clean, k, v, coef, scale=scale, backend="triton")[0]
 
     step = lambda state: delta_step_(q, k, v, coef, state, scale=scale, backend="triton")  # noqa: E731

@@ -267,10 +267,9 @@ def before_write(mixer: FastWeightAttention, k: Tensor, v: Tensor, coef: Coeffic
 
 def cleaned_queries(read: CCQ, q: Tensor, k: Tensor, coef: Coefficients, cleaned: Tensor, state: CCQState | None) -> dict[str, Tensor]:
     """What concerns CCQ, of `TOKENS` ``[B, T, Hk]``, float64; ``cleaned`` is q', ``state`` that before the chunk."""
-    keys, lam, log_decay = read.operands(q, k, coef)
-    lam, q = lam.double(), q.double()
+    lam, q = read.strength(q, coef.query_scale).double(), q.double()
     removed = (q - cleaned).norm(dim=-1) / q.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
-    return {"lambda": lam, "lambda_trace": lam * read.trace(keys, log_decay, state), "removed": removed}
+    return {"lambda": lam, "lambda_trace": lam * read.trace(k, coef, state), "removed": removed}
 
 
 def state_of(state: MemoryState, top: int, rank_tolerance: float) -> dict[str, Tensor]:

@@ -98,20 +98,21 @@ class CCQ(ReadRule):
         lam = (logit + self.lambda_bias.to(q.dtype)).sigmoid()
         return lam if self.log_strength is None else math.sqrt(self.head_k_dim) * self.log_strength.to(q.dtype).exp() * lam
 
-    def operands(self, q: Query, k: Key, coef: Coefficients) -> tuple[Key, PerHead, PerHead | None]:
-        """The keys that Σ is of (before ``unit_keys``), λ, and by what log_decay Σ forgets (None: not at all)."""
-        k = k if self.unit_keys else as_written(k, coef)  # a unit key has no length, so key_scale would drop out
-        return k, self.strength(q, coef.query_scale), coef.log_decay if self.options.forget == "memory" else None
+    def operands(self, q: Query, coef: Coefficients) -> tuple[PerHead, PerHead | None, PerHead | None]:
+        """λ, the scale of the keys that Σ is of (before ``unit_keys``), and by what log_decay Σ forgets (None: not at all)."""
+        key_scale = None if self.unit_keys else coef.key_scale  # a unit key has no length, so key_scale would drop out
+        return self.strength(q, coef.query_scale), key_scale, coef.log_decay if self.options.forget == "memory" else None
 
     def forward(self, q, k, coef: Coefficients, *, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, CCQState]:
-        k, lam, log_decay = self.operands(q, k, coef)
+        lam, key_scale, log_decay = self.operands(q, coef)
         if self.watched and lam.numel():
             with torch.no_grad():
-                self.lambda_times_trace = (lam * self.trace(k, log_decay, state, cu_seqlens)).amax()
+                self.lambda_times_trace = (lam * self.trace(k, coef, state, cu_seqlens)).amax()
         return ops.ccq_query(
             q,
             k,
             lam,
+            key_scale=key_scale,
             log_decay=log_decay,
             unit_keys=self.unit_keys,
             eps=self.options.eps,
@@ -121,8 +122,10 @@ class CCQ(ReadRule):
         )
 
     def step_(self, q, k, coef: Coefficients, state, *, backend="auto") -> Tensor:
-        k, lam, log_decay = self.operands(q, k, coef)
-        return ops.ccq_step_(q, k, lam, state, log_decay=log_decay, unit_keys=self.unit_keys, eps=self.options.eps, backend=backend)
+        lam, key_scale, log_decay = self.operands(q, coef)
+        return ops.ccq_step_(
+            q, k, lam, state, key_scale=key_scale, log_decay=log_decay, unit_keys=self.unit_keys, eps=self.options.eps, backend=backend
+        )
 
     def write_and_read_(self, q, k, v, coef: Coefficients, memory, state, *, family, scale, backend="auto") -> Tensor:
         if family != "delta":
@@ -142,14 +145,14 @@ class CCQ(ReadRule):
             backend=backend,
         )
 
-    def trace(self, k: Key, log_decay: PerHead | None, state: CCQState | None = None, cu_seqlens: CuSeqlens | None = None) -> PerHead:
-        """tr Σ_t = mean of ‖k‖² − ‖mean of k‖², ``[B, T, Hk]``, for the keys and log_decay of `operands`, after ``state``.
+    def trace(self, k: Key, coef: Coefficients, state: CCQState | None = None, cu_seqlens: CuSeqlens | None = None) -> PerHead:
+        """tr Σ_t = mean of ‖k‖² − ‖mean of k‖² of the keys that Σ is of, ``[B, T, Hk]``, after ``state``.
 
         The sums are one more decay memory, with a single key channel that is always 1; in float64, where the difference keeps its digits.
         """
+        log_decay = coef.log_decay if self.options.forget == "memory" else None
         k = k.double()
-        if self.unit_keys:
-            k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + self.options.eps)
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + self.options.eps) if self.unit_keys else as_written(k, coef)
         one = torch.ones_like(k[..., :1])
         sums = torch.cat([one, k, k.square().sum(-1, keepdim=True)], dim=-1)
         if state is not None:

@@ -68,7 +68,7 @@ def test_packed_documents_are_the_loops(dtype, K):
 def test_every_entry_of_the_table(entry, segment):
     tiles = SMALL if entry == "small" else TILES[entry]
     bytes_, K = (2, 128) if entry == "small" else entry
-    tiles = tiles._replace(walk=tiles.walk._replace(segment=segment))
+    tiles = tiles._replace(segment=segment)
     check(draw(T=300, K=K, dtype=torch.bfloat16 if bytes_ == 2 else torch.float32, state=True), tiles=tiles)
 
 

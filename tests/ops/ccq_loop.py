@@ -7,8 +7,10 @@ import torch
 from fastweights.notation import CCQState
 
 
-def loop(q, k, lam, *, log_decay=None, mask=None, unit_keys=False, eps=1e-6, state=None, cu_seqlens=None):
+def loop(q, k, lam, *, key_scale=None, log_decay=None, mask=None, unit_keys=False, eps=1e-6, state=None, cu_seqlens=None):
     """The recursion of DESIGN's section on CCQ, token by token; Σ is made symmetric, as the op's is."""
+    if key_scale is not None:
+        k = k * key_scale.unsqueeze(-1)
     if unit_keys:
         k = k / (k.square().sum(-1, keepdim=True) + eps).sqrt()
     B, T, H, K = k.shape

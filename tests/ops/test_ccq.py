@@ -41,6 +41,20 @@ def test_unit_keys_are_the_loops_and_zero_keys_are_finite(T, dtype):
     check(x)
 
 
+@pytest.mark.parametrize("T", [2, 70])
+def test_scaled_keys_are_the_loops_in_one_pass_and_in_steps(T):
+    x = draw(T=T, state=True) | {"key_scale": torch.rand(2, T, 2, dtype=torch.float64) + 0.5}
+    check(x)
+    o, after = ccq_query(**x)
+    state = CCQState(*(t.clone() for t in x["state"]))
+    state.covariance.copy_((state.covariance + state.covariance.mT) / 2)
+    stepped = [
+        ccq_step_(*(x[name][:, t : t + 1] for name in ("q", "k", "lam")), state, key_scale=x["key_scale"][:, t : t + 1]) for t in range(T)
+    ]
+    torch.testing.assert_close(torch.cat(stepped, 1), o, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(tuple(state), tuple(after), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("forget", [False, True])
 @pytest.mark.parametrize("T", [3, 90])
 def test_masked_tokens_are_not_there(T, forget):
@@ -290,6 +304,8 @@ def test_state_is_fresh_and_operands_are_left_alone(T, packed):
         ({"q": torch.zeros(2, 5, 8)}, r"q must be \[B, T, Hk, K\]"),
         ({"k": torch.zeros(2, 5, 3, 8)}, r"k must be \[B, T, Hk, K\] with .*Hk = 2"),
         ({"lam": torch.zeros(2, 5, 4)}, r"lam must be \[B, T, Hk\] = \[2, 5, 2\]"),
+        ({"key_scale": torch.zeros(2, 5, 4)}, r"key_scale must be \[B, T, Hk\] = \[2, 5, 2\]"),
+        ({"key_scale": torch.zeros(2, 5, 2), "unit_keys": True}, "key_scale and unit_keys=True are both"),
         ({"log_decay": torch.zeros(2, 5, 2, 8)}, r"log_decay must be \[B, T, Hk\]"),
         ({"log_decay": torch.full((2, 5, 2), 0.1)}, "log_decay must be ≤ 0"),
         ({"mask": torch.ones(2, 5)}, "mask must be bool"),

@@ -8,18 +8,20 @@ import torch
 pytest.importorskip("triton")
 
 from fastweights.notation import CCQState
+from fastweights.ops.ccq.forward_triton import Shape, Tiles
 from fastweights.ops.ccq.query import ccq_query, ccq_step_
-from fastweights.ops.ccq.query_triton import Tiles, ccq_forward, ccq_query_triton
-from fastweights.ops.decay.segments_triton import Tile
+from fastweights.ops.ccq.query_triton import ccq_forward, ccq_query_triton
 from tests.ops.ccq_loop import cast, differentiate, draw, loop
 from tests.ops.grid import bounds, compare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
 
-ONE = Tiles(Tile(16, 16, 1, 1, 32), Tile(16, 16, 1, 1))
-"""Segments of two chunks; columns shared among programs where K > 16."""
-TWO = Tiles(Tile(32, 32, 1, 1, 32), Tile(16, 32, 1, 1))
-"""Chunks of the walk made of two chunks of the sums."""
+ONE = Tiles(Shape(16, 1, 1), Shape(16, 1, 1), 32)
+"""Segments of two blocks."""
+TWO = Tiles(Shape(32, 1, 1), Shape(16, 1, 1), 32)
+"""Blocks made of two chunks of the sums."""
+THREE = Tiles(Shape(16, 1, 1), Shape(16, 1, 1), 64)
+"""A block with several before it, and several after."""
 
 
 def check(x, tiles):
@@ -28,9 +30,9 @@ def check(x, tiles):
     compare(differentiate(form, x), differentiate(loop, cast(x, torch.float32)), differentiate(loop, cast(x, torch.float64)))
 
 
-@pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("tiles", [ONE, TWO, THREE], ids=["one", "two", "three"])
 @pytest.mark.parametrize(
-    "T, K, state", [(40, 20, True), (17, 16, False), (1, 16, True), pytest.param(64, 33, False, marks=pytest.mark.full)]
+    "T, K, state", [(40, 20, True), (17, 16, False), (1, 16, True), pytest.param(150, 33, False, marks=pytest.mark.full)]
 )
 def test_it_is_the_loop(T, K, state, tiles):
     check(draw(T=T, B=1, H=2, K=K, dtype=torch.float32, state=state), tiles)
@@ -99,7 +101,7 @@ def test_crowded_keys_keep_their_digits():
 
 def test_fake_shapes_are_the_real_ones():
     x = draw(T=46, B=1, H=1, K=20, dtype=torch.float16, state=True, rows=6)
-    args = (x["q"], x["k"], x["lam"].float(), None, *x["state"], bounds(LENGTHS), [*TWO.walk, *TWO.collect])
+    args = (x["q"], x["k"], x["lam"].float(), None, *x["state"], bounds(LENGTHS), [*TWO.read, *TWO.collect, TWO.segment])
     leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     torch.library.opcheck(ccq_forward, leaves, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 

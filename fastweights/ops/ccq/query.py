@@ -42,6 +42,7 @@ def ccq_query(
     k: Tensor,
     lam: Tensor,
     *,
+    key_scale: Tensor | None = None,
     log_decay: Tensor | None = None,
     mask: Tensor | None = None,
     unit_keys: bool = False,
@@ -54,8 +55,9 @@ def ccq_query(
 
     Args:
         q: queries ``[B, T, Hk, K]``, after their norm.
-        k: keys as the memory is given them to write ``[B, T, Hk, K]``.
+        k: keys ``[B, T, Hk, K]``; the moments are those of key_scale·k.
         lam: λ ``[B, T, Hk]``. At 0, q' is q bit for bit. With ‖k‖ ≤ 1 and 0 ≤ λ ≤ 2, I − λΣ contracts.
+        key_scale: the write rule's factor on each key ``[B, T, Hk]``, so that k is never stored as written; None is 1. Not with unit_keys.
         log_decay: log of the weights' forget gate, ≤ 0 ``[B, T, Hk]``; None counts all keys alike.
         mask: False for tokens that do not count: they leave the state as it is, and their keys get no gradient; bool ``[B, T]``.
         unit_keys: use k / √(‖k‖² + eps).
@@ -64,18 +66,18 @@ def ccq_query(
         backend: "auto", "reference", "torch" or "triton", as for `fastweights.ops.decay`.
 
     Returns:
-        q' ``[B, T, Hk, K]`` in q's dtype and the new state, fresh tensors; C is symmetric. Both are differentiable in q, k, lam, log_decay
-        and state (but the mean of an empty state, w = 0, is the mean of nothing, and is not looked at).
+        q' ``[B, T, Hk, K]`` in q's dtype and the new state, fresh tensors; C is symmetric. Both are differentiable in q, k, lam, key_scale,
+        log_decay and state (but the mean of an empty state, w = 0, is the mean of nothing, and is not looked at).
 
     Raises:
         ValueError: for operands that do not fit, or a backend that cannot run them.
     """
     check_query(q, k, lam, log_decay, mask, state, cu_seqlens)
+    key_scale = _key_scale(k, key_scale, unit_keys, eps)
     if mask is None and log_decay is None and k.shape[-1] <= FUSED and _has_kernel("query", q, k, backend):
-        key_scale = _inverse_norm(k, eps) if unit_keys else None
         kernels = dispatch.twin("ccq", "query")
         return kernels.ccq_query_triton(q, k, lam, key_scale=key_scale, state=state, cu_seqlens=cu_seqlens)  # type: ignore[union-attr]
-    q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, unit_keys, eps)
+    q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, key_scale)
     B, T, H, K = k.shape
     if state is None:
         rows = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -101,6 +103,7 @@ def ccq_step_(
     lam: Tensor,
     state: CCQState,
     *,
+    key_scale: Tensor | None = None,
     log_decay: Tensor | None = None,
     unit_keys: bool = False,
     eps: float = 1e-6,
@@ -108,11 +111,11 @@ def ccq_step_(
 ) -> Tensor:
     """A few tokens of `ccq_query`, for inference: overwrites the tensors of ``state`` and returns q' ``[B, T, Hk, K]``; no gradients."""
     check_query(q, k, lam, log_decay, None, state, None)
+    key_scale = _key_scale(k, key_scale, unit_keys, eps)
     if _has_kernel("step", q, k, backend):
-        key_scale = _inverse_norm(k, eps) if unit_keys else None
         kernels = dispatch.twin("ccq", "step")
         return kernels.ccq_step_triton_(q, k, lam, state, log_decay=log_decay, key_scale=key_scale)  # type: ignore[union-attr]
-    q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, unit_keys, eps)
+    q_, k_, lam, log_decay = _operands(q, k, lam, log_decay, key_scale)
     new, mean, weight = _by_token(k_, log_decay, state)
     coef = Coefficients(log_decay=log_decay, value_scale=new.share)
     read = dispatch.decay_step_(q_, new.d, new.d, coef, state.covariance, backend=backend)
@@ -211,17 +214,26 @@ class _Rows:
         return token.new_full((self.count,), last).scatter_reduce(0, self.row, token, "amin")
 
 
-def _operands(q, k, lam, log_decay, unit_keys: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, keys, λ and log_decay in the precision of the state."""
+def _operands(q, k, lam, log_decay, key_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, scaled keys, λ and log_decay in the precision of the state."""
     real = working_dtype(q, k)
     k_ = k.to(real)
-    if unit_keys:
-        k_ = k_ * _inverse_norm(k_, eps).unsqueeze(-1)
+    if key_scale is not None:
+        k_ = k_ * key_scale.to(real).unsqueeze(-1)
     return q.to(real), k_, lam.to(real), None if log_decay is None else log_decay.to(real)
 
 
-def _inverse_norm(k: Tensor, eps: float) -> Tensor:
-    return (k.to(working_dtype(k)).square().sum(-1) + eps).rsqrt()
+def _key_scale(k: Tensor, key_scale: Tensor | None, unit_keys: bool, eps: float) -> Tensor | None:
+    """The factor on each key ``[B, T, Hk]``."""
+    if key_scale is None:
+        return (k.to(working_dtype(k)).square().sum(-1) + eps).rsqrt() if unit_keys else None
+    if unit_keys:
+        raise ValueError("key_scale and unit_keys=True are both factors on a key; give one")
+    B, T, Hk, _ = k.shape
+    check_per_head("key_scale", key_scale, {"B": B, "T": T, "Hk": Hk}, ("Hk",))
+    check_dtype("key_scale", key_scale, DTYPES)
+    check_same_device(k=k, key_scale=key_scale)
+    return key_scale
 
 
 def _clean(q: Tensor, read: Tensor, lam: Tensor, weight: Tensor) -> Tensor:

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastweights.notation import CCQState
 from fastweights.ops.ccq import backward_triton, forward_triton
-from fastweights.ops.ccq.forward_triton import Keys, Moments
-from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length, tokens_first
+from fastweights.ops.ccq.forward_triton import Keys, Moments, Shape, Tiles, segment_length
+from fastweights.ops.decay.segments_triton import Segments, cut_segments, tokens_first
 from fastweights.ops.tiles_triton import operand, padded
 
-
-class Tiles(NamedTuple):
-    """Two kinds of kernels, two shapes. The chunk of ``walk`` is a multiple of that of ``collect``."""
-
-    walk: Tile
-    """For the kernels that read while they walk through a segment."""
-    collect: Tile
-    """For those that only add up what a segment holds."""
-
-
 TILES: dict[tuple[int, int], Tiles] = {
-    **{(2, size): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)) for size in (16, 32, 64)},
-    (2, 128): Tiles(Tile(64, 64, 4, 1), Tile(64, 128, 8, 2)),
-    **{(4, size): Tiles(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)) for size in (16, 32, 64, 128)},
+    **{(2, size): Tiles(Shape(64, 4, 2), Shape(64, 4, 2)) for size in (16, 32, 64)},
+    (2, 128): Tiles(Shape(64, 4, 2), Shape(64, 8, 2)),
+    **{(4, size): Tiles(Shape(32, 4, 1), Shape(32, 4, 1)) for size in (16, 32, 64, 128)},
 }
 """By the bytes of an operand (float16 is read as four, see `operand`) and padded K. Replace an entry to try another shape."""
-SMALL = Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1))
+SMALL = Tiles(Shape(16, 4, 1), Shape(16, 4, 1))
 """Fits 99 KB of shared memory for every K and operand, as consumer cards need."""
 
 
@@ -59,8 +48,16 @@ def ccq_query_triton(
     moments = (None, None, None) if state is None else tuple(x.float().contiguous() for x in state)
     if tiles is None:
         tiles = TILES[operand(q.dtype, k.dtype)[0].itemsize, padded(k.shape[3])]
-    out, *rest = ccq_forward(q, k.to(q.dtype), lam, key_scale, *moments, cu_seqlens, [*tiles.walk, *tiles.collect])
+    out, *rest = ccq_forward(q, k.to(q.dtype), lam, key_scale, *moments, cu_seqlens, _flat(tiles))
     return out, CCQState(*rest[:3])
+
+
+def _flat(tiles: Tiles) -> list[int]:
+    return [*tiles.read, *tiles.collect, tiles.segment]
+
+
+def _tiles(flat: Sequence[int]) -> Tiles:
+    return Tiles(Shape(*flat[:3]), Shape(*flat[3:6]), flat[6])
 
 
 @torch.library.custom_op("fastweights::ccq_forward", mutates_args=())
@@ -75,40 +72,36 @@ def ccq_forward(
     cu_seqlens: Tensor | None,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q', the final C, μ, w; for the backward: C, μ, w before each segment, ρ, and the `Keys`."""
+    """q', the final C, μ, w; for the backward: R, μ, w before each segment, ρ, and the `Keys`."""
     state = None if covariance is None else (covariance, mean, weight)
     if k.shape[1] == 0:
         shapes = ccq_forward_shapes(q, k, lam, ks, covariance, mean, weight, cu_seqlens, tiles)
         for i in range(3):
             shapes[1 + i].zero_() if state is None else shapes[1 + i].copy_(state[i])
         return shapes
-    walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
-    cut = _cut(k, cu_seqlens, walk)
+    cut = _cut(k, cu_seqlens, _tiles(tiles))
     q, k = tokens_first(q), tokens_first(k)
-    return forward_triton.forward(q, k, lam, ks, state, cut, walk, collect)
+    return forward_triton.forward(q, k, lam, ks, state, cut, _tiles(tiles))
 
 
 @ccq_forward.register_fake
 def ccq_forward_shapes(q, k, lam, ks, covariance, mean, weight, cu_seqlens, tiles):
     B, T, H, K = k.shape
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    length = segment_length(B * T, H, Tile(*tiles[:5]))
+    length, kind = segment_length(B * T, H, _tiles(tiles)), operand(k.dtype)[0]
     count = 0 if T == 0 else B * (-(-T // length)) if cu_seqlens is None else T // length + rows
 
-    def moments(n):
-        return [lam.new_empty(n, H, *shape) for shape in ((K, K), (K,), ())]
+    def moments(n, dtype):
+        return lam.new_empty(n, H, K, K, dtype=dtype), lam.new_empty(n, H, K), lam.new_empty(n, H)
 
-    keys = (
-        k.new_empty(B, T, H, K, dtype=operand(k.dtype)[0]),
-        lam.new_empty(count, length // Tile(*tiles[5:]).chunk, H, K),
-        lam.new_empty(count, H, K),
-    )
-    return q.new_empty(B, T, H, K), *moments(rows), *moments(count), lam.new_empty(B, T, H), *keys
+    sums = lam.new_empty(count, length // _tiles(tiles).collect.chunk, H, K)
+    keys = k.new_empty(B, T, H, K, dtype=kind), sums, lam.new_empty(count, H, K)
+    return q.new_empty(B, T, H, K), *moments(rows, lam.dtype), *moments(count, kind), lam.new_empty(H, B * T), *keys
 
 
-def _cut(k: Tensor, cu_seqlens: Tensor | None, tile: Tile):
+def _cut(k: Tensor, cu_seqlens: Tensor | None, tiles: Tiles) -> Segments:
     B, T, H, _ = k.shape
-    return cut_segments(B, T, segment_length(B * T, H, tile), cu_seqlens)
+    return cut_segments(B, T, segment_length(B * T, H, tiles), cu_seqlens)
 
 
 @torch.library.custom_op("fastweights::ccq_backward", mutates_args=())
@@ -128,21 +121,20 @@ def ccq_backward(
     rho: Tensor,
     keys: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, lam, ks (empty if not given), and N, r, κ before the first token (see backward_triton)."""
+    """Gradients of q, k, lam, ks (empty if not given), and P, r, κ of each row (see backward_triton)."""
     shapes = ccq_backward_shapes(q, k, lam, ks, cu_seqlens, tiles, grad, dcovariance, dmean, dweight, final, before, rho, keys)
     if k.shape[1] == 0:
-        shapes[4].zero_() if dcovariance is None else shapes[4].copy_(dcovariance)
+        shapes[4].zero_() if dcovariance is None else shapes[4].copy_(dcovariance + dcovariance.mT)
         shapes[5].zero_() if dmean is None else shapes[5].copy_(-dmean / final[2].clamp(min=1e-30).unsqueeze(-1))
         shapes[6].zero_() if dweight is None else shapes[6].copy_(dweight)
         return shapes
-    walk, collect = Tile(*tiles[:5]), Tile(*tiles[5:])
-    cut = _cut(k, cu_seqlens, walk)
+    cut = _cut(k, cu_seqlens, _tiles(tiles))
     q, k = tokens_first(q), tokens_first(k)
     dstate = tuple(None if x is None else x.contiguous() for x in (dcovariance, dmean, dweight))
-    dq, dk, dlam, dks, first = backward_triton.backward(
-        q, k, lam, ks, grad.contiguous(), rho, dstate, Keys(*keys), Moments(*before), Moments(*final), k.shape[1], cut, walk, collect
+    dq, dk, dlam, dks, row = backward_triton.backward(
+        q, k, lam, ks, grad.contiguous(), rho, dstate, Keys(*keys), Moments(*before), Moments(*final), k.shape[1], cut, _tiles(tiles)
     )
-    return dq, dk, dlam, shapes[3] if dks is None else dks, *first
+    return dq, dk, dlam, shapes[3] if dks is None else dks, *row
 
 
 @ccq_backward.register_fake
@@ -162,17 +154,17 @@ def _backward(ctx, grad, dcovariance, dmean, dweight, *_):
     final, before, rho, keys = rest[:3], rest[3:6], rest[6], rest[7:]
     if grad is None:
         grad = torch.zeros_like(q)
-    dq, dk, dlam, dks, N, r, kappa = ccq_backward(
+    dq, dk, dlam, dks, P, r, kappa = ccq_backward(
         q, k, lam, ks, cu_seqlens, ctx.tiles, grad, dcovariance, dmean, dweight, final, before, rho, keys
     )
     dstate = (None, None, None)
     if mean is not None:  # the state is a key of weight w at μ, with a spread C of its own
         x = mean - final[1]
-        pull = ((N + N.mT) @ x.unsqueeze(-1)).squeeze(-1)
+        pull = (P @ x.unsqueeze(-1)).squeeze(-1)
         dmu = weight.unsqueeze(-1) * (pull - r)
         if dmean is not None:  # a row that stays empty hands its mean on
             dmu = torch.where(final[2].unsqueeze(-1) > 0, dmu, dmean)
-        dstate = (N, dmu, (x * (0.5 * pull - r)).sum(-1) + kappa)
+        dstate = (P / 2, dmu, (x * (0.5 * pull - r)).sum(-1) + kappa)
     return dq, dk, dlam, None if ks is None else dks, *dstate, None, None
 
 

@@ -9,7 +9,6 @@ from fastweights.notation import CCQState, Coefficients
 from fastweights.ops import dispatch
 from fastweights.ops.ccq.query import ccq_step_, check_query
 from fastweights.ops.checks import check_memory, check_per_head
-from fastweights.ops.heads import as_written
 from fastweights.precision import outside_autocast
 
 
@@ -46,7 +45,7 @@ def delta_ccq_step_(
         validate: read and check values on a device that is not the CPU too (this waits for it).
 
     Returns:
-        o ``[B, T, Hv, V]`` in v's dtype. In one launch the cleaned query and the keys as written are never rounded to q's dtype.
+        o ``[B, T, Hv, V]`` in v's dtype. In one launch the cleaned query is never rounded to q's dtype.
 
     Raises:
         ValueError: for operands that do not fit, or a backend that cannot run them.
@@ -61,6 +60,6 @@ def delta_ccq_step_(
         step = dispatch.twin("delta", "ccq_step").delta_ccq_step_triton_  # type: ignore[union-attr]
         with outside_autocast(q):
             return step(q, k, v, coef, lam, memory, moments, forget=forget, unit_keys=unit_keys, eps=eps, scale=scale)
-    key = k if unit_keys else as_written(k, coef)
-    q = ccq_step_(q, key, lam, moments, log_decay=log_decay, unit_keys=unit_keys, eps=eps, backend=backend)
+    key_scale = None if unit_keys else coef.key_scale
+    q = ccq_step_(q, k, lam, moments, key_scale=key_scale, log_decay=log_decay, unit_keys=unit_keys, eps=eps, backend=backend)
     return dispatch.delta_step_(q, k, v, coef, memory, scale=scale, backend=backend, validate=validate)
