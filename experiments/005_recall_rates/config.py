@@ -55,10 +55,10 @@ def table(rows: list[Row]) -> str:
 
 
 def figure(rows: list[Row]) -> str:
-    lines = [
-        Curve(f"{row['label']}, {row['learning_rate']:g}", [step for step, _ in row["training"]], [100 * share for _, share in row["training"]])
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        steps, shares = zip(*row["training"], strict=True)
+        lines.append(Curve(f"{row['label']}, {row['learning_rate']:g}", list(steps), [100 * share for share in shares]))
     return str(
         curves(lines, x_label="step", y_label="accuracy in training, %", y_range=(0, 100), description="Accuracy by step, a curve a run.")
     )
