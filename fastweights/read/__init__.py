@@ -2,11 +2,13 @@
 
 from fastweights.read.base import ReadRule
 from fastweights.read.ccq import CCQ
+from fastweights.read.projection import Projection
 from fastweights.read.raw import Raw
 
 READ_RULES: dict[str, type[ReadRule]] = {
     "raw": Raw,
     "ccq": CCQ,
+    "projection": Projection,
 }
 
 __all__ = ["READ_RULES", "ReadRule"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from fastweights import ops
 from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, Memory, Query, Value
@@ -39,19 +40,25 @@ class ReadRule(Float32Module):
         """The state before the first token; None for a rule that keeps none."""
         raise NotImplementedError
 
+    def operands(self, q: Query, k: Key, coef: Coefficients) -> tuple[Tensor | None, ...]:
+        """What `forward` first makes of each token by itself, for whoever wants that done apart."""
+        return ()
+
     def forward(
         self,
         q: Query,
         k: Key,
         coef: Coefficients,
         *,
+        operands: tuple[Tensor | None, ...] | None = None,
         state: CCQState | None = None,
         cu_seqlens: CuSeqlens | None = None,
         backend: str = "auto",
     ) -> tuple[Query, CCQState | None]:
         """The query to read with, in q's dtype and still without ``coef.query_scale``; and the new state, never aliasing ``state``.
 
-        ``k`` is the key before ``coef.key_scale``. ``state`` and ``cu_seqlens`` as in `fastweights.ops`.
+        ``k`` is the key before ``coef.key_scale``. ``operands`` are those of `operands`, if they are at hand.
+        ``state`` and ``cu_seqlens`` are as in `fastweights.ops`.
         """
         raise NotImplementedError
 

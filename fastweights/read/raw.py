@@ -17,7 +17,7 @@ class Raw(ReadRule):
     def initial_state(self, rows, device=None, dtype=None) -> None:
         return None
 
-    def forward(self, q, k, coef, *, state=None, cu_seqlens=None, backend="auto"):
+    def forward(self, q, k, coef, *, operands=None, state=None, cu_seqlens=None, backend="auto"):
         if state is not None:
             raise ValueError("the raw read keeps no state, and was given one: it belongs to a layer with another read")
         return q, None

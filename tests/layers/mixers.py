@@ -6,7 +6,11 @@ from fastweights.layers import FastWeightAttention, SoftmaxAttention
 from fastweights.read import READ_RULES
 from fastweights.write import WRITE_RULES
 
-MIXERS = [write if read == "raw" else f"{write}+{read}" for write in WRITE_RULES for read in READ_RULES]
+STATELESS = ("projection",)
+"""Reads that see the query alone: one write rule is as good as another for them."""
+MIXERS = [
+    write if read == "raw" else f"{write}+{read}" for write in WRITE_RULES for read in READ_RULES if read not in STATELESS or write == "kla"
+]
 D, H, K, V = 16, 2, 8, 6
 
 

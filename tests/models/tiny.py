@@ -7,7 +7,7 @@ from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.read import READ_RULES
 from fastweights.write import WRITE_RULES
 
-ALL_RULES = [f"{write}+{read}" for write in WRITE_RULES for read in READ_RULES]
+ALL_RULES = [f"{write}+{read}" for write in WRITE_RULES for read in READ_RULES if read != "projection" or write == "kla"]
 HYBRIDS = {
     "softmax": {"mixer": "softmax"},
     "sliding": {"mixer": "softmax", "window_size": 5},
@@ -18,7 +18,7 @@ HYBRIDS = {
     "grouped, no conv, no MLP": {"mixer": "kla+ccq", "num_value_heads": 4, "conv_size": 0, "intermediate_size": 0},
 }
 EVERY_KIND = {rules: {"mixer": rules} for rules in ALL_RULES} | HYBRIDS
-"""Name -> arguments of the config: every write with every read, and everything else a model can be made of."""
+"""Name -> arguments of the config: every write with every read that sees the keys, and everything else a model can be made of."""
 SOME_KINDS = {name: EVERY_KIND[name] for name in ("kla+ccq", "gla+raw", "hybrid", "sliding", "1/t")}
 """One of each sort of state, for what does not depend on the rule."""
 PAIRWISE = [f"{write}+{('ccq', 'raw')[i % 2]}" for i, write in enumerate(WRITE_RULES)] + ["kla+ccq", *HYBRIDS]

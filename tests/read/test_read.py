@@ -215,3 +215,21 @@ def test_the_raw_read_has_no_options_and_no_parameters():
 @pytest.mark.parametrize("name", READ_RULES)
 def test_rules_are_named_as_they_are_listed(name):
     assert READ_RULES[name].name == name
+
+
+def test_the_projection_is_its_equation_and_takes_as_many_parameters_as_ccq():
+    rule, read = pair()
+    projection = READ_RULES["projection"](rule)
+    assert sum(p.numel() for p in projection.parameters()) == sum(p.numel() for p in READ_RULES["ccq"](rule).parameters())
+    torch.nn.init.normal_(projection.bias)
+    q = torch.randn(2, 5, *projection.weight.shape, dtype=torch.float64)
+    coef = Coefficients(query_scale=torch.rand(q.shape[:-1], dtype=torch.float64))
+    w, b = projection.weight.double(), projection.bias.double()
+    u = w / (w.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    lam = torch.sigmoid(torch.einsum("bthk,hk->bth", q * coef.query_scale.unsqueeze(-1), w) + b)
+    expected = q - lam.unsqueeze(-1) * torch.einsum("hk,hl,bthl->bthk", u, u, q)
+    found, state = projection(q, q, coef)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert state is None and torch.equal(projection.step_(q, q, coef, None), found)
+    with pytest.raises(ValueError, match="keeps no state"):
+        projection(q, q, coef, state=read.initial_state(2))
