@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 
 from fastweights.models import FastWeightsForCausalLM, parameter_groups
@@ -77,7 +78,6 @@ class PackedTrainer(transformers.Trainer):
             adam_beta2=settings.betas[1],
             max_grad_norm=settings.clip,
             bf16=settings.precision == "bf16",
-            torch_compile=settings.compile,
             seed=seed,
             use_cpu=device == "cpu",
             save_steps=settings.save_every,
@@ -120,6 +120,8 @@ class PackedTrainer(transformers.Trainer):
         self._logged_step = 0
         self._window: dict[str, Any] = {}
         self._step_loss, self._recent = 0.0, deque[float](maxlen=SPIKE_STEPS)
+        if settings.compile:
+            compile_layers(model)
         super().__init__(model=model, args=arguments, train_dataset=self.batches)
         if quiet:
             self.remove_callback(PrinterCallback)
@@ -177,6 +179,12 @@ class PackedTrainer(transformers.Trainer):
             self._used.append(f"reader {reader}, after {self.batches.places.get(reader, 'the beginning')}")
             self.batches.fed += 1
             self.batches.places[reader] = place
+        return inputs
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        if self.settings.compile and "cu_seqlens" in inputs:  # each row has another number of documents: compile once for any
+            torch._dynamo.maybe_mark_dynamic(inputs["cu_seqlens"], 0)
         return inputs
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -250,6 +258,13 @@ class PackedTrainer(transformers.Trainer):
         before = [entry["seconds"] for entry in self.state.log_history if "seconds" in entry]
         self._logged_step, self._logged_at = self.state.global_step, before[-1] if before else 0.0
         self._began = time.perf_counter() - self._logged_at
+
+
+def compile_layers(model: nn.Module) -> None:
+    """torch.compile each of its layers. They share one piece of code, so that it is compiled once, where a whole model is unrolled."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile()
 
 
 def input_names(model: Model) -> list[str]:

@@ -86,7 +86,7 @@ class TrainSettings:
     activation_checkpointing: bool = False
     """Keep only what goes into each block, and compute the rest again in the backward pass: less memory, a third more arithmetic."""
     compile: bool = False
-    """torch.compile the model; the first step then takes a while."""
+    """torch.compile the layers, whose small operations then run together; once for all layers of a kind, at the first step."""
     spike: float = 0.0
     """Stop before a step whose loss is more than this many times the median of the last 100; 0 for never."""
     save_every: int = 100
