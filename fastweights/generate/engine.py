@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastweights.generate.lookup import Lookup, check_guess
+from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
 from fastweights.generate.prompts import check_prompt, end_tokens, prompt_tokens
 from fastweights.generate.reading import Reading, begin
@@ -45,6 +46,7 @@ class Engine:
         max_context: tokens of prompt and answer that a request may have; None: any number. A model with full softmax layers needs it, as
             each row keeps the keys of so many tokens.
         prefixes: states of texts read before that are kept to begin later prompts from; 0: none.
+        compile: by torch.compile, when the engine is made: faster on a GPU, after a wait. Other bits, so other tokens where two are close.
 
     Raises:
         ValueError: for numbers that are not positive, or a model that the engine cannot decode with.
@@ -60,25 +62,22 @@ class Engine:
         prefill_chunk: int | None = None,
         max_context: int | None = None,
         prefixes: int = 0,
+        compile: bool = False,
     ) -> None:
         prefill_chunk = (8192 if model.device.type == "cuda" else 512) if prefill_chunk is None else prefill_chunk
         sizes = {"rows": rows, "queue": queue, "prefill_chunk": prefill_chunk, "max_context": max_context, "prefixes": prefixes}
         for name, size in sizes.items():
-            if size is not None and (not isinstance(size, int) or size < (0 if name == "prefixes" else 1)):
-                raise ValueError(f"{name}={size!r} is not a whole number of at least {0 if name == 'prefixes' else 1}")
-        config = model.config
-        if max_context is None and "softmax" in config.mixers and config.window_size is None:
-            raise ValueError(
-                "the model has full softmax layers, whose state grows with the text: give max_context, tokens to make room for"
-            )
-        if config.backend == "reference":
-            raise ValueError("backend='reference' has no in-place step; decode with backend 'auto', 'torch' or 'triton'")
+            least = 0 if name == "prefixes" else 1
+            if size is not None and (not isinstance(size, int) or size < least):
+                raise ValueError(f"{name}={size!r} is not a whole number of at least {least}")
         self.model, self.tokenizer = model, tokenizer
         self.queue, self.prefill_chunk, self.max_context = queue, prefill_chunk, max_context
         self.eos = end_tokens(model, tokenizer)
         self.prefixes = Prefixes(prefixes)
+        self.passes = Passes(model, compile)
         with torch.inference_mode():
-            self.rows = Rows(model, rows, max_context)
+            self.rows = Rows(self.passes, rows, max_context)
+        self.passes.warm_up(prefill_chunk)
         self.turn = threading.Condition()
         """Held while requests change hands, never while the model works."""
         self._working = False
@@ -165,7 +164,7 @@ class Engine:
         self._check(tokens, 0, after)
         seen = seen_tokens(self.model, tokens, after)
         tokens = [*(() if after is None else after.pending), *tokens]
-        reading = begin(self.model, self.prefill_chunk, tokens, after, self.prefixes)
+        reading = begin(self.passes, self.prefill_chunk, tokens, after, self.prefixes)
         while reading.at_chunks_end:
             reading.go_on()
             on_progress(len(tokens) - reading.remaining, len(tokens))
@@ -266,7 +265,7 @@ class Engine:
         try:
             if request.reading is None:
                 tokens = [*request.text_before, *request.tokens]
-                request.reading = begin(self.model, self.prefill_chunk, tokens, request.after, self.prefixes)
+                request.reading = begin(self.passes, self.prefill_chunk, tokens, request.after, self.prefixes)
                 request.reused = request.reading.read
             length = request.reading.go_on()
             if not request.reading.piece:
@@ -343,7 +342,7 @@ class Engine:
     def _ahead(self, row: int, request: Request, lookup: Lookup) -> tuple[list[LayerState], int, bool] | None:
         """Several tokens at once for a row that speculates: (its states, the token to read next, is that the last?); None for no guess."""
         guess = lookup.guess(min(request.sampling.speculate, request.sampling.max_new_tokens - len(request.tokens) - 1))
-        checked = guess and check_guess(self.model, self.rows.take(row), (request.tokens or request.text_before)[-1], guess)
+        checked = guess and check_guess(self.passes, self.rows.take(row), (request.tokens or request.text_before)[-1], guess)
         if not checked:
             return None
         with self.turn:

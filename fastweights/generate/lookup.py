@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastweights.generate.reading import read_tokens
-from fastweights.models import FastWeightsForCausalLM
+from fastweights.generate.passes import Passes
 from fastweights.models.cache import LayerState
 
 GRAMS = (4, 3, 2)
@@ -51,7 +50,7 @@ class Lookup:
 class Checked:
     """What the model says about a guess."""
 
-    model: FastWeightsForCausalLM
+    passes: Passes
     inputs: list[int]
     before: Sequence[LayerState]
     after: list[LayerState]
@@ -61,17 +60,18 @@ class Checked:
 
     def states(self, used: int) -> list[LayerState]:
         """The states before the last of the first ``used`` tokens is read."""
-        return self.after if used == len(self.inputs) else read_tokens(self.model, self.inputs[:used], self.before)[1]
+        return self.after if used == len(self.inputs) else self.passes.read(self.inputs[:used], self.before)[1]
 
 
 @torch.inference_mode()
-def check_guess(model: FastWeightsForCausalLM, states: Sequence[LayerState], token: int, guess: list[int]) -> Checked | None:
+def check_guess(passes: Passes, states: Sequence[LayerState], token: int, guess: list[int]) -> Checked | None:
     """Read ``token`` and then ``guess`` after ``states`` in one pass. None if the logits are not finite, for the next step to find."""
     inputs = [token, *guess]
-    hidden, after = read_tokens(model, inputs, states)
+    hidden, after = passes.read(inputs, states)
+    model = passes.model
     logits = model.lm_head(model.model.norm(hidden))[0]
     if not logits.isfinite().all():
         return None
     likeliest = logits.argmax(-1).tolist()
     right = next((i for i, guessed in enumerate(guess) if guessed != likeliest[i]), len(guess))
-    return Checked(model, inputs, states, after, likeliest[: right + 1])
+    return Checked(passes, inputs, states, after, likeliest[: right + 1])

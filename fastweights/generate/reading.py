@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
+from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
 from fastweights.generate.snapshot import Snapshot
-from fastweights.models import FastWeightsForCausalLM
 from fastweights.models.cache import LayerState, map_state
 
 
@@ -22,12 +18,12 @@ class Reading:
     """
 
     def __init__(
-        self, model: FastWeightsForCausalLM, chunk: int, tokens: Sequence[int], states: Sequence[LayerState] | None = None, read: int = 0
+        self, passes: Passes, chunk: int, tokens: Sequence[int], states: Sequence[LayerState] | None = None, read: int = 0
     ) -> None:
-        self.model, self.chunk = model, chunk
+        self.passes, self.chunk = passes, chunk
         self.tokens = tokens
         """What was not yet read of them begins at `_at`."""
-        self.states = list(states) if states is not None else [block.mixer.initial_state(1) for block in model.model.layers]
+        self.states = list(states) if states is not None else [block.mixer.initial_state(1) for block in passes.model.model.layers]
         self.read = read
         """Tokens that the states hold."""
         self._at = 0
@@ -56,30 +52,17 @@ class Reading:
         """Read the next piece; returns its length, 0 at the end."""
         if not (length := self.piece):
             return 0
-        _, self.states = read_tokens(self.model, self.tokens[self._at : self._at + length], self.states)
+        _, self.states = self.passes.read(self.tokens[self._at : self._at + length], self.states)
         self.read += length
         self._at += length
         return length
 
 
-def begin(model: FastWeightsForCausalLM, chunk: int, tokens: list[int], after: Snapshot | None, prefixes: Prefixes) -> Reading:
+def begin(passes: Passes, chunk: int, tokens: list[int], after: Snapshot | None, prefixes: Prefixes) -> Reading:
     """The reading of ``tokens``, a snapshot's pending ones included, from what is known of them."""
     if after is not None:
-        return Reading(model, chunk, tokens, [map_state(lambda x: x.to(model.device), state) for state in after.states], after.read)
+        return Reading(passes, chunk, tokens, [map_state(lambda x: x.to(passes.model.device), state) for state in after.states], after.read)
     known = prefixes.longest(tokens)
     if known is None:
-        return Reading(model, chunk, tokens)
-    return Reading(model, chunk, tokens[known.read :], known.states, known.read)
-
-
-@torch.inference_mode()
-def read_tokens(
-    model: FastWeightsForCausalLM, tokens: Sequence[int], states: Sequence[LayerState]
-) -> tuple[Float[Tensor, "1 T D"], list[LayerState]]:
-    """What the last layer makes of ``tokens``, before the last norm, and the states after them. ``states`` stay as they are."""
-    x = model.model.embed_tokens(torch.tensor([tokens], device=model.device))
-    after = []
-    for block, state in zip(model.model.layers, states, strict=True):
-        x, state = block(x, state=state)
-        after.append(state)
-    return x, after
+        return Reading(passes, chunk, tokens)
+    return Reading(passes, chunk, tokens[known.read :], known.states, known.read)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweights.generate.draw import Dials, draw
+from fastweights.generate.passes import Passes, compiled
 from fastweights.generate.sampling import Sampling
 from fastweights.layers.softmax import EMPTY, SoftmaxState
-from fastweights.models import FastWeightsForCausalLM
 from fastweights.models.cache import LayerState, map_state
 
 FAILED = -1
@@ -26,8 +26,13 @@ FAILED = -1
 class Rows:
     """``count`` rows. ``max_context``: tokens that a full softmax layer keeps of each row; memories and sliding windows need none."""
 
-    def __init__(self, model: FastWeightsForCausalLM, count: int, max_context: int | None) -> None:
-        self.model, self.count = model, count
+    def __init__(self, passes: Passes, count: int, max_context: int | None) -> None:
+        self.passes, self.count, model = passes, count, passes.model
+        if max_context is None and "softmax" in model.config.mixers and model.config.window_size is None:
+            raise ValueError(
+                "the model has full softmax layers, whose state grows with the text: give max_context, tokens to make room for"
+            )
+        self._say = compiled(say, dynamic=False) if passes.compiled else say
         device, vocabulary = model.device, model.config.vocab_size
         self.states: list[LayerState] = []
         for block in model.model.layers:
@@ -82,15 +87,13 @@ class Rows:
         return self.output.tolist()
 
     def _step(self, plain: bool) -> None:
-        logits = self.model.step_(self.token, self.states)
-        if plain:
-            token = logits.argmax(-1)
-        else:
+        logits = self.passes.step_(self.token, self.states)
+        drawn = None
+        if not plain:
             self.seen.scatter_(1, self.token, True)
-            token = draw(logits.float(), self.seen, self.dials)
+            drawn = draw(logits.float(), self.seen, self.dials)
             self.dials.drawn.add_(1)
-        self.output.copy_(token.where(logits.isfinite().all(-1), FAILED))
-        self.token.copy_(token.unsqueeze(1))
+        self._say(logits, drawn, self.token, self.output)
 
     def _capture(self, plain: bool) -> torch.cuda.CUDAGraph:
         """Only while no row is in use: running the step to warm it up moves all of them on."""
@@ -105,6 +108,15 @@ class Rows:
             with torch.cuda.graph(graph):
                 self._step(plain)
         return graph
+
+
+def say(
+    logits: Float[Tensor, "R vocabulary"], drawn: Int[Tensor, " R"] | None, token: Int[Tensor, "R 1"], output: Int[Tensor, " R"]
+) -> None:
+    """Write down each row's next token, the likeliest if none was drawn, and what the host is told of it."""
+    chosen = logits.argmax(-1) if drawn is None else drawn
+    token.copy_(chosen.unsqueeze(1))
+    output.copy_(chosen.where(logits.isfinite().all(-1), FAILED))
 
 
 def _put(kept: LayerState, row: int, state: LayerState) -> None:

@@ -6,6 +6,8 @@ y = W_out (RMSNorm_head(K^-½ · Sᵀq) · SiLU(W_gate x))
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from fastweights import ops
 from fastweights.layers.conv import ShortConv
 from fastweights.layers.norm import RMSNorm
 from fastweights.layers.place import check_hidden, positions
-from fastweights.notation import Coefficients, CuSeqlens, Hidden, MemoryState
+from fastweights.notation import Coefficients, CuSeqlens, Hidden, Key, MemoryState, Query, Value
 from fastweights.options import check_known, option_defaults
 from fastweights.read import READ_RULES
 from fastweights.write import WRITE_RULES
@@ -39,6 +41,21 @@ def mixer_options(mixer: str) -> dict[str, object]:
     write, read = parse_mixer(mixer)
     options = option_defaults(WRITE_RULES[write].Options)
     return options | {f"{read}_{name}": default for name, default in option_defaults(READ_RULES[read].Options).items()}
+
+
+class Operands(NamedTuple):
+    """What a layer gives its memories."""
+
+    q: Query
+    k: Key
+    v: Value
+    coef: Coefficients
+    conv: Tensor | None
+    """The convolution's state after these tokens."""
+    place: Tensor
+    """How many tokens of its document each row has read then."""
+    read: tuple[Tensor | None, ...]
+    """What the read makes of each token by itself."""
 
 
 class FastWeightAttention(nn.Module):
@@ -110,14 +127,31 @@ class FastWeightAttention(nn.Module):
         With ``cu_seqlens [documents + 1]``, B is 1 and the documents in x are apart; ``state`` then has one row a document.
         Raises ValueError for operands that do not fit.
         """
+        operands = self.operands(x, state, cu_seqlens)
+        o, state = self.remember(operands, state, cu_seqlens)
+        return self.output(x, o), state
+
+    def operands(self, x: Hidden, state: MemoryState | None, cu_seqlens: CuSeqlens | None = None) -> Operands:
+        """The first of `forward`'s three parts: all that the memories are given."""
         check_hidden(x, self.hidden_size)
-        memory, conv, place, read = (None, None, None, None) if state is None else state
+        _, conv, place, _ = (None, None, None, None) if state is None else state
         position, place = positions(x, place, cu_seqlens)
         qkv, conv = self.conv(self.qkv_proj(x), state=conv, cu_seqlens=cu_seqlens)
-        q, k, v, coef = self._operands(x, qkv, position)
-        q, read = self.read(q, k, coef, state=read, cu_seqlens=cu_seqlens, backend=self.backend)
+        q, k, v, coef = self._by_heads(x, qkv, position)
+        return Operands(q, k, v, coef, conv, place, self.read.operands(q, coef))
+
+    def remember(self, given: Operands, state: MemoryState | None, cu_seqlens: CuSeqlens | None = None) -> tuple[Value, MemoryState]:
+        """The second: what is read from the memories ``o [B, T, Hv, V]``, and the state after it."""
+        q, k, v, coef, conv, place, by_token = given
+        memory, read = (None, None) if state is None else (state.memory, state.read)
+        q, read = self.read(q, k, coef, operands=by_token, state=read, cu_seqlens=cu_seqlens, backend=self.backend)
         o, memory = self.recurrence(q, k, v, coef, scale=self.head_k_dim**-0.5, state=memory, cu_seqlens=cu_seqlens, backend=self.backend)
-        return self._output(x, o), MemoryState(memory, conv, place, read)
+        return o, MemoryState(memory, conv, place, read)
+
+    def output(self, x: Hidden, o: Value) -> Hidden:
+        """The third."""
+        gate = self.gate_proj(x).unflatten(-1, (self.num_value_heads, self.head_v_dim))
+        return self.out_proj(self.norm(o, gate).flatten(-2))
 
     @torch.no_grad()
     def step_(self, x: Hidden, state: MemoryState) -> Hidden:
@@ -127,26 +161,20 @@ class FastWeightAttention(nn.Module):
         """
         check_hidden(x, self.hidden_size)
         position, place = positions(x, state.place, None)
-        qkv, conv = self.conv(self.qkv_proj(x), state=state.conv)
-        q, k, v, coef = self._operands(x, qkv, position)
+        qkv = self.conv.step_(self.qkv_proj(x), state.conv)
+        q, k, v, coef = self._by_heads(x, qkv, position)
         o = self.read.write_and_read_(
             q, k, v, coef, state.memory, state.read, family=self.write.family, scale=self.head_k_dim**-0.5, backend=self.backend
         )
         state.place.copy_(place)
-        if state.conv is not None:
-            state.conv.copy_(conv)
-        return self._output(x, o)
+        return self.output(x, o)
 
-    def _operands(self, x: Hidden, qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
+    def _by_heads(self, x: Hidden, qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
         """q, k, v by heads, and the coefficients of the write."""
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         q, k = (t.unflatten(-1, (self.num_heads, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (self.num_value_heads, self.head_v_dim))
         return q, k, v, self.write(x, k, v, position)._replace(query_scale=self.write.query_scale(q))
-
-    def _output(self, x: Hidden, o: Tensor) -> Hidden:
-        gate = self.gate_proj(x).unflatten(-1, (self.num_value_heads, self.head_v_dim))
-        return self.out_proj(self.norm(o, gate).flatten(-2))
 
     def extra_repr(self) -> str:
         return f"{self.mixer}, Hk={self.num_heads}, Hv={self.num_value_heads}, K={self.head_k_dim}, V={self.head_v_dim}"

@@ -34,5 +34,11 @@ class ShortConv(nn.Module):
             return F.silu(x), None
         return ops.causal_conv(x, self.weight, state=state, cu_seqlens=cu_seqlens)
 
+    def step_(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """`forward` for a few tokens, for inference: overwrites ``state``; no gradients."""
+        if self.weight is None or state is None:
+            return F.silu(x)
+        return ops.causal_conv_step_(x, self.weight, state)
+
     def extra_repr(self) -> str:
         return f"{self.channels}, size={self.size}"

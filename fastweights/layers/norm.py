@@ -26,7 +26,7 @@ class RMSNorm(Float32Module):
 
     def forward(self, x: Float[Tensor, "*batch size"], gate: Float[Tensor, "*batch size"] | None = None) -> Float[Tensor, "*batch size"]:
         y = at_least_float32(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(y.dtype)
+        y = F.rms_norm(y, (self.size,), self.weight.to(y.dtype), self.eps)
         if gate is not None:
             y = y * F.silu(at_least_float32(gate))
         return y.to(x.dtype)

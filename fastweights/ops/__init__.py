@@ -1,13 +1,14 @@
 """The recurrences as pure functions of tensors: no nn.Module, no rule by name. What is public is here; `dispatch` picks what runs."""
 
 from fastweights.ops.ccq.query import ccq_query, ccq_step_
-from fastweights.ops.conv.causal import causal_conv
+from fastweights.ops.conv.causal import causal_conv, causal_conv_step_
 from fastweights.ops.delta.ccq_step import delta_ccq_step_
 from fastweights.ops.dispatch import decay, decay_step_, delta, delta_step_, explain
 from fastweights.ops.functional import decay_memory, delta_memory
 
 __all__ = [
     "causal_conv",
+    "causal_conv_step_",
     "ccq_query",
     "ccq_step_",
     "decay",

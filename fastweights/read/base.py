@@ -40,8 +40,8 @@ class ReadRule(Float32Module):
         """The state before the first token; None for a rule that keeps none."""
         raise NotImplementedError
 
-    def operands(self, q: Query, k: Key, coef: Coefficients) -> tuple[Tensor | None, ...]:
-        """What `forward` first makes of each token by itself, for whoever wants that done apart."""
+    def operands(self, q: Query, coef: Coefficients) -> tuple[Tensor | None, ...]:
+        """What `forward` first makes of each token by itself, for whoever wants that done apart: the engine compiles it."""
         return ()
 
     def forward(

@@ -103,8 +103,8 @@ class CCQ(ReadRule):
         key_scale = None if self.unit_keys else coef.key_scale  # a unit key has no length, so key_scale would drop out
         return self.strength(q, coef.query_scale), key_scale, coef.log_decay if self.options.forget == "memory" else None
 
-    def forward(self, q, k, coef: Coefficients, *, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, CCQState]:
-        lam, key_scale, log_decay = self.operands(q, coef)
+    def forward(self, q, k, coef: Coefficients, *, operands=None, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, CCQState]:
+        lam, key_scale, log_decay = self.operands(q, coef) if operands is None else operands
         if self.watched and lam.numel():
             with torch.no_grad():
                 self.lambda_times_trace = (lam * self.trace(k, coef, state, cu_seqlens)).amax()

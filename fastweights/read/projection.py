@@ -40,7 +40,7 @@ class Projection(ReadRule):
     def initial_state(self, rows, device=None, dtype=None) -> None:
         return None
 
-    def forward(self, q, k, coef: Coefficients, *, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, None]:
+    def forward(self, q, k, coef: Coefficients, *, operands=None, state=None, cu_seqlens=None, backend="auto") -> tuple[Tensor, None]:
         if state is not None:
             raise ValueError("the projection keeps no state, and was given one: it belongs to a layer with another read")
         wide = at_least_float32(q)

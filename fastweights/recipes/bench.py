@@ -100,6 +100,7 @@ def plan_bench(what: What, models: Sequence[str], settings: BenchSettings) -> Pl
         batches=settings.batches or ((1, 4, 16, 64, 256) if gpu else (1, 4)),
         new_tokens=settings.new_tokens or (256 if gpu else 16),
         seconds=settings.seconds or (120.0 if gpu else 5.0),
+        compile=("on" if gpu else "off") if settings.compile == "auto" else settings.compile,
     )
     if chosen.new_tokens < 2:
         raise ValueError(f"new_tokens={chosen.new_tokens}: a rate needs at least two")
@@ -148,7 +149,7 @@ def _run_bench(plan: Plan, console: Console) -> Row:
         if not cases:
             continue
         model = _load(contender, settings)
-        bench = Bench(model, settings.chunk, settings.new_tokens, settings.seed)
+        bench = Bench(model, settings.chunk, settings.new_tokens, settings.seed, compile=settings.compile == "on")
         for group in cases:
             for case, measured in _measure(bench, group, plan, contender.label, console).items():
                 row = _row(plan, contender, bench, case, measured, bandwidth) | {"run": keys[case]}
@@ -254,6 +255,7 @@ def _row(plan: Plan, contender: Contender, bench: Bench, case: Case, measured: M
         "precision": str(model.dtype).removeprefix("torch."),
         **case._asdict(),
         "chunk": bench.chunk(case.length),
+        "compiled": bench.compile and case.path != "generate",
         "new_tokens": settings.new_tokens if plan.what == "decode" else 1,
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         **provenance(device=settings.device, seed=settings.seed),
@@ -302,6 +304,7 @@ def _key(plan: Plan, contender: Contender, case: Case) -> str:
         settings.repeats,
         settings.seconds,
         settings.chunk,
+        settings.compile,
         settings.bandwidth,
         settings.seed,
     ]

@@ -31,8 +31,8 @@ class Case(NamedTuple):
 class Bench:
     """One model, and what of it is kept from one case to the next."""
 
-    def __init__(self, model: FastWeightsForCausalLM, chunk: int, new_tokens: int, seed: int) -> None:
-        self.model, self.device, self.new_tokens = model, model.device, new_tokens
+    def __init__(self, model: FastWeightsForCausalLM, chunk: int, new_tokens: int, seed: int, compile: bool = False) -> None:
+        self.model, self.device, self.new_tokens, self.compile = model, model.device, new_tokens, compile
         self.full_softmax = "softmax" in model.config.mixers and model.config.window_size is None
         self._chunk = chunk
         self._random = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ class Bench:
         """Make what the case begins from, outside of any timing; the states after its text."""
         self.engine(case)
         if case.length not in self._states:
-            reading = Reading(self.model, self.chunk(case.length), [*self.tokens(case.length), 0])
+            reading = Reading(self.engine(case).passes, self.chunk(case.length), [*self.tokens(case.length), 0])
             while reading.go_on():
                 pass
             self._states[case.length] = reading.states
@@ -79,7 +79,8 @@ class Bench:
         key = (case.batch, self.chunk(case.length), room)
         if self._engine is None or self._engine[0] != key:
             self._engine = None  # free it before the next takes its place
-            engine = Engine(self.model, rows=case.batch, queue=case.batch, prefill_chunk=self.chunk(case.length), max_context=room)
+            rows, chunk = case.batch, self.chunk(case.length)
+            engine = Engine(self.model, rows=rows, queue=rows, prefill_chunk=chunk, max_context=room, compile=self.compile)
             engine.fingerprint = "a benchmark's"  # type: ignore[misc]  # nothing is saved, so nobody need read all weights
             self._engine = key, engine
         return self._engine[1]
@@ -93,7 +94,7 @@ class Bench:
     def _prompt(self, case: Case) -> dict[str, float]:
         tokens, chunk = self.tokens(case.length), self.chunk(case.length)
         with self._timed() as reading:
-            read = Reading(self.model, chunk, tokens)
+            read = Reading(self.engine(case).passes, chunk, tokens)
             while read.go_on():
                 pass
         del read

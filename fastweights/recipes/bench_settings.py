@@ -38,6 +38,8 @@ class BenchSettings:
     """After so long no further repeats of a group of cases are begun; 5 on a CPU, 120 on a GPU. Each case is run once at least."""
     chunk: int = 0
     """Tokens of a prompt read at a time; the engine's default, and a whole prompt with full softmax attention, which is faster at that."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether the engine compiles the model (torch.compile), before any timing; `auto` does on a GPU."""
     generate: bool = True
     """Also decode by `model.generate`."""
     bandwidth: float = 0.0

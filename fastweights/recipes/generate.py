@@ -63,6 +63,7 @@ def prepare(model: str, settings: GenerateSettings) -> Writer:
         tokenizer,
         rows=1,
         prefill_chunk=settings.prefill_chunk,
+        compile=settings.compile,
         max_context=SOFTMAX_CONTEXT if full and settings.max_context is None else settings.max_context,
     )
     if memory is not None:

@@ -44,6 +44,8 @@ class GenerateSettings:
     """Guess up to so many tokens at a time from earlier text and check them in one pass; exact, for greedy decoding."""
     prefill_chunk: int | None = None
     """Tokens read at a time; by default 512, on a GPU 8192."""
+    compile: bool = False
+    """Compile the model first (torch.compile): a wait of a minute on a GPU the first time, then several times as fast."""
     max_context: int | None = None
     """Tokens to make room for in models with full softmax layers; 16384 by default there."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

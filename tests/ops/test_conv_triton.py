@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastweights.ops.conv.causal import causal_conv
+from fastweights.ops.conv.causal import causal_conv, causal_conv_step_
 from fastweights.ops.conv.causal_triton import _forward, causal_conv_triton
 from tests.ops.grid import bounds, compare
 from tests.ops.test_conv import differentiate, operands
@@ -41,6 +41,32 @@ def test_a_slice_of_a_projection_is_read_where_it_lies():
     wide = torch.randn(2, 20, 11)
     weight = torch.randn(6, 4)
     assert torch.equal(causal_conv_triton(wide[..., 2:8], weight)[0], causal_conv_triton(wide[..., 2:8].contiguous(), weight)[0])
+
+
+@pytest.mark.parametrize("T, W, channels", [(1, 4, 300), (2, 4, 6), (5, 3, 6), (3, 1, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_steps_in_place_are_the_plain_form(T, W, channels, dtype):
+    """More tokens than the state holds, fewer, and as many; more channels than one program has."""
+    step = pytest.importorskip("fastweights.ops.conv.step_triton")
+    x, weight, bias, state = operands(T=T, channels=channels, W=W, dtype=dtype)
+    wide = torch.cat([x, x], dim=2)[..., : x.shape[2]]
+    kept, address = state.clone(), state.data_ptr()
+    y = step.causal_conv_step_triton_(wide, weight, state, bias=bias)
+    expected, last = causal_conv(x, weight, bias=bias, state=kept)
+    exact = causal_conv(x.double(), weight.double(), bias=bias.double(), state=kept.double())[0]
+    compare({"y": y}, {"y": expected}, {"y": exact})
+    assert torch.equal(state, last) and state.data_ptr() == address
+    plain = causal_conv_step_(x, weight, kept, bias=bias)
+    assert torch.equal(plain, expected) and torch.equal(kept, last)
+
+
+def test_a_step_wants_a_state_that_it_can_write_into():
+    step = pytest.importorskip("fastweights.ops.conv.step_triton")
+    x, weight, _, state = operands(T=1, dtype=torch.float32)
+    for bad in (state.double(), state.mT.contiguous().mT):
+        with pytest.raises(ValueError, match="needs a dense state"):
+            step.causal_conv_step_triton_(x, weight, bad)
+    torch.library.opcheck(step._step, (x, weight, None, state, True), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_fake_shapes_are_the_real_ones():

@@ -52,9 +52,9 @@ def summarise(layer: FastWeightAttention, q: Tensor, k: Tensor, v: Tensor, coef)
     identity = torch.eye(k.shape[-1], dtype=D.dtype).expand(*D.shape[:2], -1, -1)
     nothing = v.new_zeros(*v.shape[:3], k.shape[-1])
     M = layer.recurrence(q, k, nothing, coef, state=identity)[1]
-    keys, lam, log_decay = layer.read.operands(q, k, coef)
-    options = {"log_decay": log_decay, "unit_keys": layer.read.unit_keys, "eps": layer.read.options.eps}
-    moments = ops.ccq_query(q, keys, lam, **options)[1]
+    lam, key_scale, log_decay = layer.read.operands(q, coef)
+    options = {"key_scale": key_scale, "log_decay": log_decay, "unit_keys": layer.read.unit_keys, "eps": layer.read.options.eps}
+    moments = ops.ccq_query(q, k, lam, **options)[1]
     kept = torch.ones_like(moments.weight) if log_decay is None else log_decay.sum(1).exp()
     return Summary(M, D, kept, moments)
 
@@ -78,7 +78,7 @@ def in_shards(layer: FastWeightAttention, x: Tensor) -> tuple[list[Tensor], list
     summaries = []
     for piece, mine, halo, start in zip(pieces, qkv.split(LENGTHS, dim=1), halos, starts, strict=True):
         position = (start + torch.arange(piece.shape[1])).expand(piece.shape[0], -1)
-        summaries.append(summarise(layer, *layer._operands(piece, layer.conv(mine, state=halo)[0], position)))
+        summaries.append(summarise(layer, *layer._by_heads(piece, layer.conv(mine, state=halo)[0], position)))
     before = layer.initial_state(x.shape[0])
     incoming = [before] + [
         MemoryState(memory=s.D, conv=halo, place=torch.full_like(before.place, start), read=s.moments)

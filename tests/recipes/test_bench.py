@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fastweights import cli
 from fastweights.evaluate.statistics import growth
-from fastweights.generate import reading
+from fastweights.generate.passes import Passes
 from fastweights.generate.rows import Rows
 from fastweights.recipes import bench as recipe
 from fastweights.recipes import bench_cases, bench_memory
@@ -128,7 +128,7 @@ def test_a_time_is_that_of_one_step_or_one_prompt(monkeypatch):
     every = [Case(16, 2, "rows"), Case(16, 2, "engine"), Case(16, 2, "generate"), Case(17, 1, "prompt")]
     monkeypatch.setattr(bench_cases, "time", SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0] / 2))
     monkeypatch.setattr(Rows, "step", takes(0.2, Rows.step))
-    monkeypatch.setattr(reading, "read_tokens", takes(0.05, reading.read_tokens))
+    monkeypatch.setattr(Passes, "read", takes(0.05, Passes.read))
     monkeypatch.setattr(model, "generate", takes(0.3, model.generate))
     found = []
     for case in every:

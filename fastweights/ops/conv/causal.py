@@ -7,6 +7,7 @@ zeros. So each sequence is laid out behind its state, and one convolution withou
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,42 @@ def causal_conv(
     Raises:
         ValueError: for shapes, dtypes, devices or bounds that do not fit.
     """
+    _check(x, weight, bias, state, cu_seqlens)
+    past = weight.shape[1] - 1
+    kernels = _kernels("causal", x)
+    if not isinstance(kernels, str):
+        return kernels.causal_conv_triton(x, weight, bias=bias, state=state, cu_seqlens=cu_seqlens, activation=activation)
+    if cu_seqlens is None:
+        state = x.new_zeros(len(x), past, x.shape[2]) if state is None else state.to(x.dtype)
+        laid = torch.cat([state, x], dim=1)
+        return _convolve(laid, weight, bias, activation), laid[:, x.shape[1] :].clone(memory_format=torch.contiguous_format)
+    layout = _Layout.of(cu_seqlens.to(x.device), x.shape[1], past)
+    laid = x.new_zeros(x.shape[1] + layout.before.numel(), x.shape[2])
+    laid.index_copy_(0, layout.tokens, x[0])
+    if state is not None:
+        laid.index_copy_(0, layout.before.flatten(), state.flatten(0, 1).to(x.dtype))
+    y = _convolve(laid.unsqueeze(0), weight, bias, activation)
+    return y.index_select(1, layout.tokens - past), laid[layout.after]
+
+
+@torch.no_grad()
+def causal_conv_step_(x: Tensor, weight: Tensor, state: Tensor, *, bias: Tensor | None = None, activation: bool = True) -> Tensor:
+    """A few tokens of `causal_conv`, for inference: overwrites ``state [B, W − 1, Ch]`` and returns y ``[B, T, Ch]``; no gradients."""
+    _check(x, weight, bias, state, None)
+    kernels = _kernels("step", x)
+    if not isinstance(kernels, str) and state.dtype == x.dtype:
+        return kernels.causal_conv_step_triton_(x, weight, state, bias=bias, activation=activation)
+    y, new = causal_conv(x, weight, bias=bias, state=state, activation=activation)
+    state.copy_(new)
+    return y
+
+
+def _kernels(form: str, x: Tensor) -> ModuleType | str:
+    """The module of the kernels for x, or why there is none."""
+    return dispatch.twin("conv", form) if x.is_cuda and x.dtype != torch.float64 else "no CUDA tensor"
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
     sizes: dict[str, int] = {}
     check_shape("x", x, "B T Ch", sizes)
     check_shape("weight", weight, "Ch W", sizes)
@@ -54,29 +91,13 @@ def causal_conv(
         check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"])
     if bias is not None:
         check_shape("bias", bias, "Ch", sizes)
-    past = sizes["W"] - 1
     if state is not None:
-        sizes |= {"R": sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1, "W−1": past}
+        sizes |= {"R": sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1, "W−1": sizes["W"] - 1}
         check_shape("state", state, "R W−1 Ch", sizes)
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
         if tensor is not None:
             check_dtype(name, tensor, DTYPES)
     check_same_device(x=x, weight=weight, bias=bias, state=state)
-
-    kernels = dispatch.twin("conv", "causal") if x.is_cuda and x.dtype != torch.float64 else "no CUDA tensor"
-    if not isinstance(kernels, str):
-        return kernels.causal_conv_triton(x, weight, bias=bias, state=state, cu_seqlens=cu_seqlens, activation=activation)
-    if cu_seqlens is None:
-        state = x.new_zeros(len(x), past, x.shape[2]) if state is None else state.to(x.dtype)
-        laid = torch.cat([state, x], dim=1)
-        return _convolve(laid, weight, bias, activation), laid[:, x.shape[1] :].clone()
-    layout = _Layout.of(cu_seqlens.to(x.device), x.shape[1], past)
-    laid = x.new_zeros(x.shape[1] + layout.before.numel(), x.shape[2])
-    laid.index_copy_(0, layout.tokens, x[0])
-    if state is not None:
-        laid.index_copy_(0, layout.before.flatten(), state.flatten(0, 1).to(x.dtype))
-    y = _convolve(laid.unsqueeze(0), weight, bias, activation)
-    return y.index_select(1, layout.tokens - past), laid[layout.after]
 
 
 class _Layout(NamedTuple):

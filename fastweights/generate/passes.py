@@ -1,0 +1,97 @@
+"""The engine's two passes over a model: a token more in every row, and many tokens of one text. Plain, or compiled into few kernels.
+
+Compiled, a pass still goes block by block: blocks of one kind share one compilation, so that it takes as long for forty layers as for one.
+Of a block that reads a text only what lies around the memories is compiled, for any number of tokens at once: how the memories' kernels cut
+a text depends on its length, which the compiler need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fastweights.layers import SoftmaxState
+from fastweights.layers.attention import Operands
+from fastweights.models import FastWeightsForCausalLM
+from fastweights.models.cache import LayerState
+from fastweights.models.modeling import FastWeightsBlock
+from fastweights.notation import Hidden, Value
+
+SHORT = 64
+"""Pieces of fewer tokens are read without the compiler: what takes time there is the host, either way."""
+
+
+class Passes:
+    """``compile``: by torch.compile, each part at its first call. ValueError for a model whose backend has no in-place step."""
+
+    def __init__(self, model: FastWeightsForCausalLM, compile: bool = False) -> None:
+        if model.config.backend == "reference":
+            raise ValueError("backend='reference' has no in-place step; decode with backend 'auto', 'torch' or 'triton'")
+        self.model, self.compiled = model, compile
+        if compile:
+            self._block_step, self._last = compiled(_block_step, dynamic=False), compiled(_last, dynamic=False)
+            self._before, self._after = compiled(_before), compiled(_after)
+
+    @torch.inference_mode()
+    def warm_up(self, tokens: int) -> None:
+        """Compile what reads a text now, for pieces of any length; kernels are chosen with so many tokens in mind."""
+        if self.compiled:
+            self.read([0] * tokens, [block.mixer.initial_state(1) for block in self.model.model.layers])
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int], states: Sequence[LayerState]) -> tuple[Float[Tensor, "1 T D"], list[LayerState]]:
+        """What the last layer makes of ``tokens``, before the last norm, and the states after them. ``states`` stay as they are."""
+        x = self.model.model.embed_tokens(torch.tensor([tokens], device=self.model.device))
+        compiled, after = self.compiled and len(tokens) >= SHORT, []
+        for block, state in zip(self.model.model.layers, states, strict=True):
+            x, state = self._read_block(block, x, state) if compiled else block(x, state=state)
+            after.append(state)
+        return x, after
+
+    @torch.inference_mode()
+    def step_(self, token: Int[Tensor, "R 1"], states: Sequence[LayerState]) -> Float[Tensor, "R vocabulary"]:
+        """`FastWeightsForCausalLM.step_`: overwrites ``states``."""
+        if not self.compiled:
+            return self.model.step_(token, states)
+        x = self.model.model.embed_tokens(token)
+        for block, state in zip(self.model.model.layers, states, strict=True):
+            x = self._block_step(block, x, state)
+        return self._last(self.model, x)
+
+    def _read_block(self, block: FastWeightsBlock, x: Hidden, state: LayerState) -> tuple[Hidden, LayerState]:
+        if isinstance(state, SoftmaxState):  # its keys and values grow with every piece
+            return block(x, state=state)
+        torch._dynamo.mark_dynamic(x, 1)
+        h, operands = self._before(block, x, state)
+        o, state = block.mixer.remember(operands, state)
+        torch._dynamo.mark_dynamic(o, 1)
+        return self._after(block, x, h, o), state
+
+
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+    """``function`` compiled as one graph, apart from other engines' copies: torch counts what it compiles of a function in all the process,
+    and stops at eight."""
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return torch.compile(copy, fullgraph=True, dynamic=dynamic)
+
+
+def _before(block: FastWeightsBlock, x: Hidden, state: LayerState) -> tuple[Hidden, Operands]:
+    h = block.mixer_norm(x)
+    return h, block.mixer.operands(h, state)
+
+
+def _after(block: FastWeightsBlock, x: Hidden, h: Hidden, o: Value) -> Hidden:
+    return block.feed_forward(x + block.mixer.output(h, o))
+
+
+def _block_step(block: FastWeightsBlock, x: Hidden, state: LayerState) -> Hidden:
+    return block.step_(x, state)
+
+
+def _last(model: FastWeightsForCausalLM, x: Hidden) -> Tensor:
+    return model.lm_head(model.model.norm(x)).squeeze(1)
