@@ -132,3 +132,16 @@ def unit_lower_inverse(A, C: tl.constexpr):
             X21 = tl.dot(X22, tl.sum(tl.reshape(X21, [2, 32, 32]), 0), input_precision="tf32x3")
             X -= tl.reshape(tl.where(first, X21[:, None, :], 0.0), [C, C])
         return X
+
+
+@triton.jit
+def dithered(x, C: tl.constexpr):
+    """x ``[C, C]`` float32 with the digits of bfloat16: rounded up or down by a threshold that differs from row to row.
+
+    Where all keys are alike, a whole diagonal of the inverse is one number. Rounded to the nearest it errs alike in every row, a walk adds
+    these errors up over its chunk, and with β = 1.9 and 16,384 equal keys reads are wrong by half. Thresholds at multiples of the golden
+    ratio make every few neighbours' errors cancel. What bfloat16 holds exactly stays as it is.
+    """
+    threshold = (tl.arange(0, C) * 40503) & 0xFFFF  # 2¹⁶ (√5 − 1) / 2
+    bits = (x.to(tl.int32, bitcast=True) + threshold[:, None]) & -65536
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)

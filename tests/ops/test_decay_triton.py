@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from fastweights.notation import Coefficients
-from fastweights.ops.decay.chunk_triton import chunk_decay_triton, decay_forward
+from fastweights.ops.decay import chunk_backward_triton, chunk_forward_triton
+from fastweights.ops.decay.chunk_triton import CHANNEL_TILE, SMALL_TILE, chunk_decay_triton, decay_forward
 from fastweights.ops.decay.recurrent import recurrent_decay
 from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length
 from fastweights.ops.decay.step_triton import decay_step_triton_
@@ -99,6 +100,24 @@ def test_segments_fill_the_card_and_no_more():
     assert segment_length(131_072, 4, tile) == segment_length(65_536, 8, tile) == 1024  # 512 programs
     assert segment_length(512, 4, tile) == 64
     assert segment_length(1 << 26, 64, tile) == 4096
+
+
+@pytest.mark.parametrize("tile", [None, SMALL_TILE, CHANNEL_TILE, Tile(64, 16, 4, 2)], ids=["table", "small", "channel", "narrow"])
+@pytest.mark.parametrize("K, V", [(16, 320), (20, 16), (32, 100), (100, 32), (256, 16)])
+def test_no_tile_is_narrow_in_bfloat16(K, V, tile, monkeypatch):
+    """One swizzle for every tile of a kernel: ptxas 12.8 confuses two at one address (`tile_side`). No kernel runs here."""
+    sides = []
+
+    def note(kernel, grid, *operands, **constants):
+        if "DOT" in constants:
+            sides.append((constants["BK"], constants["BV"]))
+            assert constants["BV"] * constants["NB"] >= V and constants["BK"] >= K
+
+    for module in (chunk_forward_triton, chunk_backward_triton):
+        monkeypatch.setattr(module, "launch", note)
+    x = make(Case(T=70, K=K, V=V, heads=(1, 2), dtype=torch.bfloat16, decay="channel" if tile == CHANNEL_TILE else "model", beta=None))
+    run(partial(chunk_decay_triton, tile=tile), x)
+    assert len(sides) == 5 and min(map(min, sides)) >= 64, sides
 
 
 def test_fake_shapes_are_the_real_ones():

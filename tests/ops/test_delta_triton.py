@@ -20,7 +20,7 @@ from fastweights.ops.delta.recurrent import recurrent_delta
 from fastweights.ops.delta.step_triton import delta_step_triton_
 from fastweights.ops.dispatch import delta, delta_step_, explain
 from fastweights.ops.reference import reference_delta
-from fastweights.ops.tiles_triton import cut, unit_lower_inverse
+from fastweights.ops.tiles_triton import cut, dithered, unit_lower_inverse
 from tests.ops.grid import DELTA, Case, check, compare, make, run, sample
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
@@ -64,6 +64,32 @@ def invert(a, x, C: tl.constexpr):
     i = tl.arange(0, C)
     place = i[:, None] * C + i[None, :]
     tl.store(x + place, unit_lower_inverse(tl.load(a + place), C))
+
+
+@pytest.mark.parametrize("beta", [0.6, 1.3, 1.9])
+def test_equal_numbers_do_not_err_alike_in_bfloat16(beta):
+    """With equal keys a diagonal of the inverse is one number, and a chunk adds up its roundings: they must not grow with its rows."""
+    C = 64
+    below = (torch.arange(C)[:, None] - torch.arange(C)).clamp(min=1).double()
+    exact = torch.eye(C) - (beta * (1 - beta) ** (below - 1)).float().tril(-1)  # the inverse of 1 + β below the diagonal
+    rounded = torch.empty(C, C)
+    round_inverse[(1,)](exact, rounded, C)
+    assert torch.equal(rounded, rounded.bfloat16().float()) and torch.equal(rounded.diag(), torch.ones(C))
+    assert ((rounded - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs()).all()
+    for distance in range(1, C):
+        unit = torch.exp2(exact.diagonal(-distance).abs().log2().floor() - 7)
+        added_up = ((rounded - exact).diagonal(-distance) / unit).cumsum(0)
+        assert added_up.abs().max() <= 4  # a unit for each of the Fibonacci numbers that make up a count below 64; to the nearest it is 25
+    lost = torch.full((C, C), float("nan"))
+    round_inverse[(1,)](lost, rounded, C)
+    assert rounded.isnan().all()
+
+
+@triton.jit
+def round_inverse(x, out, C: tl.constexpr):
+    i = tl.arange(0, C)
+    place = i[:, None] * C + i[None, :]
+    tl.store(out + place, dithered(tl.load(x + place), C))
 
 
 @pytest.mark.parametrize("tiles, precision", [(SHAPES[0], None), (SHAPES[2], torch.bfloat16)], ids=["C16", "C64"])

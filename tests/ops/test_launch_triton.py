@@ -53,6 +53,22 @@ def test_only_the_first_call_of_a_kind_looks_ahead(kernel):
     assert asked(x, 0.5, [16]) == run
 
 
+def test_what_follows_is_compiled_too_where_a_gradient_is_wanted(kernel):
+    def after(operands, results):
+        assert results == "result"
+        launch(kernel, (2,), *operands)
+
+    def call(x):
+        launch(kernel, (1,), x)
+        return "result"
+
+    for wanted, asked in (False, [1, 1]), (True, [1, 2, 1]):
+        kernel.asked.clear()
+        compiled_together(call, after)(torch.zeros(1, requires_grad=wanted))
+        assert [grid for (grid,), _ in kernel.asked] == asked
+        assert [what for _, what in kernel.asked] == ["compile"] * (len(asked) - 1) + ["run"]
+
+
 def test_an_error_leaves_nothing_behind(kernel):
     @compiled_together
     def call(x):
@@ -78,7 +94,7 @@ def test_the_delta_kernels_are_compiled_before_the_first_runs(tmp_path):
     script = """
         import torch, triton
         from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
+        from triton.runtime import _async_compile, driver
         from triton.runtime.jit import JITFunction
         from fastweights.ops import launch_triton
         from fastweights.ops.delta.chunk_triton import delta_backward, delta_forward, tiles_for
@@ -88,8 +104,12 @@ def test_the_delta_kernels_are_compiled_before_the_first_runs(tmp_path):
             get_current_device = staticmethod(lambda: 0)
             get_current_stream = staticmethod(lambda device: 0)
 
+            def launcher_cls(self, src, metadata):
+                launchers.append(src.fn.__name__)
+
+        launchers = []
         driver.set_active(Card())
-        launch_triton._may_look_ahead = lambda operands: True
+        launch_triton._may_look_ahead = lambda operands: _async_compile.active_mode.get() is None
         run, counts = JITFunction.run, {True: 0, False: 0}
 
         def only_compile(self, *operands, grid, warmup, **constants):
@@ -101,12 +121,16 @@ def test_the_delta_kernels_are_compiled_before_the_first_runs(tmp_path):
 
         JITFunction.run = only_compile
         for T in (64, 4096):
-            q, k, v = (torch.empty(1, T, 1, 16, dtype=torch.bfloat16) for _ in range(3))
+            q, k, v = (torch.empty(1, T, 1, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
             beta = torch.empty(1, T, 1)
             operands = [q, k, v, beta, beta, None, None, None, None, None, 1.0, list(tiles_for(q, k, v, "small"))]
             o, final, *kept = delta_forward(*operands)
-            delta_backward(*operands, o, None, *kept)
+            looked_at, made = counts[True], len(launchers)
+            with torch.no_grad():
+                delta_backward(*operands, torch.empty_like(o), None, *kept)
+            assert counts[True] == looked_at and len(launchers) == made, "the forward has the backward's kernels compiled too"
         assert counts[True] == counts[False] > 10, counts
+        assert {"prepare_kernel", "gradient_kernel"} <= set(launchers), launchers
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True)

@@ -27,6 +27,7 @@ from fastweights.ops.decay.chunk_forward_triton import (
     load_decay,
     row,
     scan,
+    tile_side,
 )
 from fastweights.ops.decay.segments_triton import (
     Segments,
@@ -41,7 +42,6 @@ from fastweights.ops.decay.segments_triton import (
     store_tile,
 )
 from fastweights.ops.launch_triton import compiled_together, launch
-from fastweights.ops.tiles_triton import padded
 
 
 @triton.jit
@@ -187,7 +187,8 @@ def backward(
     (B, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
     channel = g is not None and g.dim() == 4
     need_dg = need_dg and g is not None
-    BV = min(padded(V), tile.columns)
+    DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
+    BV = tile_side(min(V, tile.columns), DOT)
     blocks = triton.cdiv(V, BV)
     parts = blocks * (Hv // Hk)
 
@@ -202,9 +203,8 @@ def backward(
     dq, dk, dv = per_part(q, K), per_part(k, K), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dqs, dks, dvs = (None if x is None else per_part(x) for x in (qs, ks, vs))
     qdq, dg = (per_part(g, *([K] if channel else [])) if need_dg else None for _ in range(2))  # in place, its threads would race
-    DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     common = dict(
-        K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
+        K=K, V=V, C=tile.chunk, BK=tile_side(K, DOT), BV=BV, NB=blocks, CHANNEL=channel,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     strides = (q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale)

@@ -192,17 +192,26 @@ def heads_in(x: Tensor | None) -> int:
     return 0 if x is None else x.shape[2]
 
 
+def tile_side(size: int, dot: tl.dtype) -> int:
+    """The power of two that holds ``size``; in bfloat16 at least 64, a row of 128 bytes.
+
+    Tiles of shorter rows are swizzled in another way, and where tiles of two ways follow each other at one shared address, ptxas 12.8.93
+    (Triton 3.6) takes the wrong register for the second's descriptor: wrong numbers, or an illegal address (docs/kernels.md).
+    """
+    return max(64 if dot == tl.bfloat16 else 16, padded(size))
+
+
 def contributions(k, v, g, ks, vs, cut: Segments, tile: Tile, *, reverse: bool, scale: float = 1.0, total: Tensor | None = None) -> Tensor:
     """``[segments, Hv, K, V]``; also fills ``total``, each segment's log decay, if it is given."""
     (_, T, Hk, K), (Hv, V) = k.shape, v.shape[2:]
-    BV = min(padded(V), tile.columns)
+    DOT, precision = dot_type(k.dtype, v.dtype)
+    BV = tile_side(min(V, tile.columns), DOT)
     blocks = triton.cdiv(V, BV)
     out = torch.empty(cut.number, Hv, K, V, dtype=torch.float32, device=k.device)
-    DOT, precision = dot_type(k.dtype, v.dtype)
     launch(
         contribution_kernel, (cut.number * Hv * blocks,),
         k, v, g, ks, vs, out, total, cut.table, T, cut.length, Hv, Hv // Hk, k.stride(1), v.stride(1), heads_in(ks), heads_in(vs), scale,
-        K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
+        K=K, V=V, C=tile.chunk, BK=tile_side(K, DOT), BV=BV, NB=blocks, CHANNEL=g is not None and g.dim() == 4, REVERSE=reverse,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out
@@ -230,15 +239,15 @@ def forward(q, k, v, g, qs, ks, vs, state, cut: Segments, tile: Tile, scale: flo
     total = torch.empty(cut.number, Hv, *([K] if channel else []), dtype=torch.float32, device=k.device)
     memory = contributions(k, v, g, ks, vs, cut, tile, reverse=False, total=total)
     final = scan(memory, total, state, T, cut, reverse=False)
-    BV = min(padded(V), tile.columns)
+    DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
+    BV = tile_side(min(V, tile.columns), DOT)
     blocks = triton.cdiv(V, BV)
     o = torch.empty(B, T, Hv, V, dtype=v.dtype, device=v.device)
-    DOT, precision = dot_type(q.dtype, k.dtype, v.dtype)
     launch(
         output_kernel, (cut.number * Hv * blocks,),
         q, k, v, g, qs, ks, vs, memory, o, cut.table, T, cut.length, Hv, Hv // Hk,
         q.stride(1), k.stride(1), v.stride(1), heads_in(qs), heads_in(ks), heads_in(vs), scale,
-        K=K, V=V, C=tile.chunk, BK=padded(K), BV=BV, NB=blocks, CHANNEL=channel,
+        K=K, V=V, C=tile.chunk, BK=tile_side(K, DOT), BV=BV, NB=blocks, CHANNEL=channel,
         DOT=DOT, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return o, final, memory, total

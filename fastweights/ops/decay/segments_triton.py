@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     chunk: int
     """C, tokens in one step of a program: a power of two, at least 16."""
     columns: int
-    """Columns of the memory that one program holds at most: a power of two, at least 16."""
+    """Columns of the memory that one program holds at most: a power of two, at least 16 (64 in bfloat16)."""
     warps: int
     stages: int
     segment: int = 0

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.delta.chunk_forward_triton import RATES, Plan, Tiles, decays, heads_of, join, numbers, plan, walk
-from fastweights.ops.launch_triton import compiled_together, launch
+from fastweights.ops.launch_triton import launch
 from fastweights.ops.tiles_triton import Pieces, first_piece, locate, padded
 
 
@@ -37,6 +37,7 @@ def reverse_kernel(
     row's first memory in ``dstart [R, H, K, V]``. Without: only what the segment itself adds, into ``dstart [segments, H, K, V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
+    INVERSE: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION  # as in `walk_kernel`
     tile = tl.program_id(0) % NV
     h = tl.program_id(0) // NV % H
     segment = (tl.program_id(0) // NV // H).to(tl.int64)
@@ -75,7 +76,7 @@ def reverse_kernel(
         now = dS.to(DOT)
         dU = tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + 2 * C)[None, :]
         dU = tl.dot(dout, P, dU, input_precision=PRECISION)
-        dR = tl.dot(dU.to(DOT), L, input_precision=PRECISION)
+        dR = tl.dot(dU.to(DOT), L, input_precision=INVERSE)
         if dstates is not None:
             tl.store(dstates + base * K * V + place, now, mask=inside)
             live = (i < length - n * C)[None, :] & (vv < V)[:, None]
@@ -197,7 +198,6 @@ def gradient_kernel(
     add_up(dbeta, v_scale * read_value + kscale * derror, tile, tokens, number, H, h, live)
 
 
-@compiled_together
 def backward(
     q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles, do, dfinal, inverse, scores, rates, starts, maps
 ):

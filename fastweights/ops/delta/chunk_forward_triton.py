@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.launch_triton import compiled_together, launch
-from fastweights.ops.tiles_triton import Pieces, cut, first_piece, locate, operand, padded, unit_lower_inverse
+from fastweights.ops.launch_triton import launch
+from fastweights.ops.tiles_triton import Pieces, cut, dithered, first_piece, locate, operand, padded, unit_lower_inverse
 
 RATES = 10
 """Numbers kept per token and value head, in this order: the factor of v in X, of Sᵀk in X, of U in the write, of Sᵀq in o, of q, of k, of k
@@ -126,7 +126,10 @@ def prepare_kernel(
     under = decays(number, C) * tl.load(number + 5 * C + i)[None, :]
     tl.store(scores + square, (P * under * tl.load(number + 4 * C + i)[:, None]).to(scores.dtype.element_ty))
     A = tl.where(i[:, None] > i[None, :], gram * under * tl.load(number + 6 * C + i)[:, None], 0.0)
-    tl.store(inverse + square, unit_lower_inverse(A, C).to(inverse.dtype.element_ty))
+    L = unit_lower_inverse(A, C)
+    if inverse.dtype.element_ty == tl.bfloat16:
+        L = dithered(L, C)
+    tl.store(inverse + square, L.to(inverse.dtype.element_ty))
 
 
 @triton.jit
@@ -143,6 +146,7 @@ def walk_kernel(
     map (M, D) into ``final [segments, H, K, K + V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
+    INVERSE: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION  # three products lose the last digits of a repeated number alike
     tile = tl.program_id(0) % (NV + NK)
     h = tl.program_id(0) // (NV + NK) % H
     segment = (tl.program_id(0) // (NV + NK) // H).to(tl.int64)
@@ -183,7 +187,7 @@ def walk_kernel(
             if n * C % KEEP == 0:
                 tl.store(kept + ((first_kept + n * C // KEEP) * H + h) * K * V + place, S, mask=inside)
         X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]
-        U = tl.dot(X.to(DOT), tl.trans(L), input_precision=PRECISION)
+        U = tl.dot(X.to(DOT), tl.trans(L), input_precision=INVERSE)
         if o is not None:
             queries = tl.load(q + past * q_token + (t[:, None] * q_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
             P = tl.load(scores + base * C * C + square)
@@ -320,7 +324,6 @@ def heads_of(x: Tensor | None) -> int:
     return 0 if x is None else x.shape[2]
 
 
-@compiled_together
 def forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale: float, tiles: Tiles):
     """``o``, the final state; for the backward L⁻¹, P, the rates, and where rows have segments their starts and maps (else empty)."""
     (B, T, Hk, K), (H, V) = k.shape, v.shape[2:]

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: a custom op reads its types from them, and the tests' shape checker hides their names.
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from fastweights.notation import Coefficients
 from fastweights.ops.delta import chunk_backward_triton, chunk_forward_triton
 from fastweights.ops.delta.chunk_forward_triton import RATES, Tiles, segment_size
+from fastweights.ops.launch_triton import compiled_together
 from fastweights.ops.tiles_triton import operand, padded, piece_count, rows_side_by_side
 
 TILES: dict[tuple[str, str, int], Tiles] = {
@@ -71,6 +73,18 @@ def chunk_delta_triton(
     return o, final
 
 
+_backward_kernels = compiled_together(chunk_backward_triton.backward)
+
+
+def _backward_ahead(operands: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+    """As a loss calls it that leaves the final state alone."""
+    o, _, *kept = results
+    _backward_kernels(*operands, o, None, *kept)
+
+
+_forward = compiled_together(chunk_forward_triton.forward, _backward_ahead)
+
+
 def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
@@ -96,7 +110,7 @@ def delta_forward(
         return o, final.zero_() if state is None else final.copy_(state), *rest
     q, k, v = map(rows_side_by_side, (q, k, v))
     beta, log_decay, ks, vs, qs, state, cu_seqlens = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens)
-    return chunk_forward_triton.forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, Tiles(*tiles))
+    return _forward(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens, scale, Tiles(*tiles))
 
 
 @delta_forward.register_fake
@@ -148,7 +162,7 @@ def delta_backward(
         return *found, dstate if dfinal is None else dstate.copy_(dfinal)
     q, k, v = map(rows_side_by_side, (q, k, v))
     beta, log_decay, ks, vs, qs, state, cu_seqlens, dfinal = _dense(beta, log_decay, ks, vs, qs, state, cu_seqlens, dfinal)
-    found = chunk_backward_triton.backward(
+    found = _backward_kernels(
         q,
         k,
         v,
