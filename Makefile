@@ -38,7 +38,7 @@ test-full: env
 test-gpu: $(patsubst tests/gpu/test_%_gpu.py,test-gpu-%,$(wildcard tests/gpu/test_*_gpu.py))
 
 test-gpu-%:
-	timeout 480 $(PYTHON) -m pytest -n 8 --dist worksteal -q -m gpu tests/gpu/test_$*_gpu.py
+	FASTWEIGHTS_SHAPE_CHECKS=0 timeout 480 $(PYTHON) -m pytest -n 8 --dist worksteal -q -m gpu tests/gpu/test_$*_gpu.py
 
 test-gpu-memcheck:
 	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -n 0 -q -m gpu tests/gpu -k every_entry

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from fastweights.ops.conv.causal_triton import causal_conv_triton
+    from fastweights.ops.conv.step_triton import causal_conv_step_triton_
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LENGTHS = [0, 5, 1, 0, 2, 700, 3, 0]
@@ -53,3 +54,14 @@ def test_packed_documents_are_the_documents_apart(dtype):
         lambda x, w, b, s: causal_conv_triton(x, w, bias=b, state=s, cu_seqlens=edges.cuda()),
         lambda x, w, b, s: plain_packed(x, w, b, s, edges.tolist()),
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B, T, W, bias", [(1, 1, 4, False), (64, 1, 4, True), (3, 2, 4, False), (2, 7, 3, True), (2, 3, 1, True)])
+def test_steps_in_place_are_torchs_convolution(B, T, W, bias, dtype):
+    x, weight, bias, state = (None if t is None else t.cuda() for t in operands(B=B, T=T, channels=600, W=W, bias=bias, dtype=dtype))
+    single, wide = ([None if t is None else t.to(real) for t in (x, weight, bias, state)] for real in (torch.float32, torch.float64))
+    kept, address = state.clone(), state.data_ptr()
+    y = causal_conv_step_triton_(x, weight, state, bias=bias)
+    compare({"y": y.cpu()}, {"y": plain(*single)[0].cpu()}, {"y": plain(*wide)[0].cpu()}, precision=dtype)
+    assert torch.equal(state, torch.cat([kept, x], dim=1)[:, T:]) and state.data_ptr() == address
