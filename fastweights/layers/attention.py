@@ -174,7 +174,9 @@ class FastWeightAttention(nn.Module):
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         q, k = (t.unflatten(-1, (self.num_heads, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (self.num_value_heads, self.head_v_dim))
-        return q, k, v, self.write(x, k, v, position)._replace(query_scale=self.write.query_scale(q))
+        beta, log_decay, key_scale, value_scale, _ = self.write(x, k, v, position)
+        # Not _replace: torch 2.11's compiler cannot hand out of a graph what that has made.
+        return q, k, v, Coefficients(beta, log_decay, key_scale, value_scale, self.write.query_scale(q))
 
     def extra_repr(self) -> str:
         return f"{self.mixer}, Hk={self.num_heads}, Hv={self.num_value_heads}, K={self.head_k_dim}, V={self.head_v_dim}"
