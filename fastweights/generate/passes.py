@@ -36,16 +36,23 @@ class Passes:
             self._block_step, self._last = compiled(_block_step, dynamic=False), compiled(_last, dynamic=False)
             self._before, self._after = compiled(_before), compiled(_after)
 
-    @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
         """Compile what reads a text now, for pieces of any length; kernels are chosen with so many tokens in mind."""
         if self.compiled:
-            self.read([0] * tokens, [block.mixer.initial_state(1) for block in self.model.model.layers])
+            self.read([0] * tokens, self.initial_states())
+
+    @torch.inference_mode()  # to the compiler a tensor made outside is another kind of tensor
+    def initial_states(self) -> list[LayerState]:
+        """Those of one text before its first token."""
+        return [block.mixer.initial_state(1) for block in self.model.model.layers]
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int], states: Sequence[LayerState]) -> tuple[Float[Tensor, "1 T D"], list[LayerState]]:
         """What the last layer makes of ``tokens``, before the last norm, and the states after them. ``states`` stay as they are."""
-        x = self.model.model.embed_tokens(torch.tensor([tokens], device=self.model.device))
+        ids, device = torch.tensor([tokens]), self.model.device
+        if device.type == "cuda":  # out of pinned memory, so that the host need not wait for the piece before
+            ids = ids.pin_memory().to(device, non_blocking=True)
+        x = self.model.model.embed_tokens(ids)
         compiled, after = self.compiled and len(tokens) >= SHORT, []
         for block, state in zip(self.model.model.layers, states, strict=True):
             x, state = self._read_block(block, x, state) if compiled else block(x, state=state)

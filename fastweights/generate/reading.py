@@ -23,7 +23,7 @@ class Reading:
         self.passes, self.chunk = passes, chunk
         self.tokens = tokens
         """What was not yet read of them begins at `_at`."""
-        self.states = list(states) if states is not None else [block.mixer.initial_state(1) for block in passes.model.model.layers]
+        self.states = passes.initial_states() if states is None else list(states)
         self.read = read
         """Tokens that the states hold."""
         self._at = 0

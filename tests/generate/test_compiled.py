@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 from fastweights.generate import Engine, Sampling
 from fastweights.generate.passes import SHORT
+from fastweights.generate.reading import Reading
 from tests.generate.common import KINDS, assert_greedy, greedy, model, prompt
 from tests.layers.mixers import tensors_of
 from tests.models.tiny import tiny_model
@@ -55,6 +56,8 @@ def test_tokens_are_those_of_the_engine_and_of_generate(kind, backend, monkeypat
     expected = len(blocks) + 2 * len(blocks - {"softmax"}) + 3  # steps, both parts of reading; last norm, likeliest token, drawn token
     assert counters["stats"]["unique_graphs"] == expected, "something is compiled again for a row, a length or a place"
     assert not counters["graph_break"]
+    Reading(engine.passes, engine.prefill_chunk, prompts[3]).go_on()  # as a benchmark does, outside of inference mode
+    assert counters["stats"]["unique_graphs"] == expected
 
 
 @pytest.mark.full
