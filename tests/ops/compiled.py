@@ -3,7 +3,8 @@
     with compiled_only() as kernels:
         delta_step_triton_(q, k, v, coef, state)   # on CPU tensors; nothing runs
 
-Prints a line of JSON for every shape of the delta step with CCQ's read: warps, bytes of shared memory, a thread's registers and stack.
+Prints a line of JSON for every kernel of every shape of the delta step with CCQ's read or, with the argument decay, of decay's smallest
+tiles in bfloat16: warps, bytes of shared memory, a thread's registers and stack, and in how many ways tiles at one address are swizzled.
 """
 
 import contextlib
@@ -11,7 +12,9 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -41,7 +44,21 @@ def compile_launch(kernel: JITFunction, arguments: tuple, named: dict) -> dict:
         if isinstance(x, torch.Tensor) or (signature[name] == "i32" and x % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
-    return {"kernel": kernel.__name__, **options, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+    found = {"shared": compiled.metadata.shared, "swizzles": swizzles(compiled.asm["ptx"]), **resources(compiled.asm["cubin"])}
+    return {"kernel": kernel.__name__, **options, **found}
+
+
+def swizzles(ptx: str) -> int:
+    """In how many ways, at most, wgmma's operands at one shared address are swizzled: ptxas 12.8 confuses the second with the first.
+
+    A descriptor is a register, which holds the address, and a constant, whose two highest bits are the swizzle.
+    """
+    made = {name: (base, int(constant) >> 62 & 3) for name, base, constant in re.findall(r"(%rd\d+), (%rd\d+), (-?\d{18,});", ptx)}
+    ways = defaultdict(set)
+    for left, right in re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\{[^}]*\}|%rd\d+), (%rd\d+),", ptx):
+        for base, way in (made[x] for x in (left, right) if x in made):
+            ways[base].add(way)
+    return max(map(len, ways.values()), default=0)
 
 
 def resources(cubin: bytes) -> dict:
@@ -69,7 +86,7 @@ def compiled_only() -> Iterator[list[dict]]:
         JITFunction.run = run
 
 
-def main() -> None:
+def ccq_steps() -> None:
     from fastweights.ops.delta.ccq_step_triton import SHAPES, delta_ccq_step_triton_
     from tests.ops.ccq_step_cases import draw, run
     from tests.ops.grid import Case
@@ -83,5 +100,16 @@ def main() -> None:
                 print(json.dumps({"T": T, "K": K, "V": K, "heads": heads, **kernel}), flush=True)
 
 
+def decay() -> None:
+    from fastweights.ops.decay.chunk_triton import chunk_decay_triton
+    from tests.ops.grid import Case, make, run
+
+    for K, V in ((16, 64), (128, 16)):
+        with compiled_only() as kernels:
+            run(chunk_decay_triton, make(Case(T=64, K=K, V=V, dtype=torch.bfloat16, beta=None)))
+        for kernel in kernels:
+            print(json.dumps({"K": K, "V": V, **kernel}), flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    decay() if sys.argv[1:] == ["decay"] else ccq_steps()

@@ -1,5 +1,9 @@
 """The ``decay`` kernels in Triton's interpreter, at small sizes; tests/gpu runs the grid, and every entry of the table, on a card."""
 
+import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -118,6 +122,18 @@ def test_no_tile_is_narrow_in_bfloat16(K, V, tile, monkeypatch):
     x = make(Case(T=70, K=K, V=V, heads=(1, 2), dtype=torch.bfloat16, decay="channel" if tile == CHANNEL_TILE else "model", beta=None))
     run(partial(chunk_decay_triton, tile=tile), x)
     assert len(sides) == 5 and min(map(min, sides)) >= 64, sides
+
+
+@pytest.mark.full
+def test_tiles_at_one_shared_address_are_swizzled_in_one_way():
+    """What `tile_side` is for, in the compiler's output for a Hopper card; in a process of its own, where Triton compiles."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.ops.compiled", "decay"], check=True, env=environment, capture_output=True, text=True
+    )
+    kernels = [json.loads(line) for line in found.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels if kernel["swizzles"]} >= {"output_kernel", "query_kernel", "key_value_kernel"}
+    assert max(kernel["swizzles"] for kernel in kernels) == 1, kernels
 
 
 def test_fake_shapes_are_the_real_ones():
