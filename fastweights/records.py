@@ -22,18 +22,23 @@ PACKAGES = ("fastweights", "torch", "triton", "transformers")
 
 @cache
 def commit() -> str:
-    """The short hash of the checkout this package runs from, with ``+changes`` when files differ from it; ``unknown`` outside git."""
+    """The short hash of the checkout this package runs from, with ``+changes`` when files differ from it; ``unknown`` outside git.
+
+    FASTWEIGHTS_COMMIT says it instead, for a copy of a tree that has no history, or another's.
+    """
+    if "FASTWEIGHTS_COMMIT" in os.environ:
+        return os.environ["FASTWEIGHTS_COMMIT"]
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    if not (root / ".git").exists():  # an installed wheel, or a copy of the tree: an enclosing repository would lie
-        return os.environ.get("FASTWEIGHTS_COMMIT", "unknown")
+    if not (root / ".git").exists():  # an installed wheel: an enclosing repository would lie
+        return "unknown"
     try:
         return git("rev-parse", "--short=10", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FASTWEIGHTS_COMMIT", "unknown")
+        return "unknown"
 
 
 def versions() -> dict[str, str]:

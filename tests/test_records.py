@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastweights.records import append_rows, provenance, read_rows, rows_by_run
+from fastweights.records import append_rows, commit, provenance, read_rows, rows_by_run
 
 ROWS = [{"run": "a", "text": "ä" * 9}, {"run": "b", "points": [1, 2]}]
 
@@ -54,3 +54,10 @@ def test_a_command_is_named_as_it_was_typed(program, monkeypatch):
     """By its script or as `python -m fastweights`, never by a path of this machine."""
     monkeypatch.setattr("sys.argv", [program, "train", "--out", "a b"])
     assert provenance(device="cpu")["command"] == "fastweights train --out 'a b'"
+
+
+def test_a_copy_of_a_tree_is_told_its_commit(monkeypatch):
+    monkeypatch.setenv("FASTWEIGHTS_COMMIT", "0123456789")
+    commit.cache_clear()
+    assert commit() == "0123456789"
+    commit.cache_clear()
