@@ -255,7 +255,7 @@ def test_logits_that_are_not_finite_are_one_requests_error():
     with torch.no_grad():
         broken.model.embed_tokens.weight[7] = torch.nan
     decoder = engine(rows=3)
-    decoder.model = decoder.rows.model = broken
+    decoder.model = decoder.passes.model = broken
     for speculate in (0, 2):
         good, bad, other = decoder.generate([prompt(3, seed=5), [1, 2, 7], [4, 5]], greedy(2, speculate=speculate))
         assert bad.finish_reason == "error" and "not finite" in str(bad.error)
