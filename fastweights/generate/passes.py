@@ -2,7 +2,8 @@
 
 Compiled, a pass still goes block by block: blocks of one kind share one compilation, so that it takes as long for forty layers as for one.
 Of a block that reads a text only what lies around the memories is compiled, for any number of tokens at once: how the memories' kernels cut
-a text depends on its length, which the compiler need not know.
+a text depends on its length, which the compiler need not know. Between blocks the residual stream is a pair (x, y) that stands for x + y,
+so that this addition and the next block's norm are one kernel.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ class Passes:
         if device.type == "cuda":  # out of pinned memory, so that the host need not wait for the piece before
             ids = ids.pin_memory().to(device, non_blocking=True)
         x = self.model.model.embed_tokens(ids)
-        compiled, after = self.compiled and len(tokens) >= SHORT, []
+        if self.compiled and len(tokens) >= SHORT:
+            return self._read_compiled(x, states)
+        after = []
         for block, state in zip(self.model.model.layers, states, strict=True):
-            x, state = self._read_block(block, x, state) if compiled else block(x, state=state)
+            x, state = block(x, state=state)
             after.append(state)
         return x, after
 
@@ -65,18 +68,23 @@ class Passes:
         if not self.compiled:
             return self.model.step_(token, states)
         x = self.model.model.embed_tokens(token)
+        y = torch.zeros_like(x)
         for block, state in zip(self.model.model.layers, states, strict=True):
-            x = self._block_step(block, x, state)
-        return self._last(self.model, x)
+            x, y = self._block_step(block, x, y, state)
+        return self._last(self.model, x, y)
 
-    def _read_block(self, block: FastWeightsBlock, x: Hidden, state: LayerState) -> tuple[Hidden, LayerState]:
-        if isinstance(state, SoftmaxState):  # its keys and values grow with every piece
-            return block(x, state=state)
-        torch._dynamo.mark_dynamic(x, 1)
-        h, operands = self._before(block, x, state)
-        o, state = block.mixer.remember(operands, state)
-        torch._dynamo.mark_dynamic(o, 1)
-        return self._after(block, x, h, o), state
+    def _read_compiled(self, x: Hidden, states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
+        y, after = torch.zeros_like(x), []
+        for block, state in zip(self.model.model.layers, states, strict=True):
+            if isinstance(state, SoftmaxState):  # its keys and values grow with every piece
+                x, state = block(x + y, state=state)
+                y = torch.zeros_like(x)
+            else:
+                x, h, operands = self._before(block, *_any_length(x, y), state)
+                o, state = block.mixer.remember(operands, state)
+                x, y = self._after(block, *_any_length(x, h, o))
+            after.append(state)
+        return x + y, after
 
 
 def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
@@ -87,18 +95,34 @@ def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
     return torch.compile(copy, fullgraph=True, dynamic=dynamic)
 
 
-def _before(block: FastWeightsBlock, x: Hidden, state: LayerState) -> tuple[Hidden, Operands]:
+def _any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """They, for the compiler not to take their number of tokens for a constant."""
+    for x in tensors:
+        torch._dynamo.mark_dynamic(x, 1)
+    return tensors
+
+
+def _before(block: FastWeightsBlock, x: Hidden, y: Hidden, state: LayerState) -> tuple[Hidden, Hidden, Operands]:
+    x = x + y
     h = block.mixer_norm(x)
-    return h, block.mixer.operands(h, state)
+    return x, h, block.mixer.operands(h, state)
 
 
-def _after(block: FastWeightsBlock, x: Hidden, h: Hidden, o: Value) -> Hidden:
-    return block.feed_forward(x + block.mixer.output(h, o))
+def _after(block: FastWeightsBlock, x: Hidden, h: Hidden, o: Value) -> tuple[Hidden, Hidden]:
+    return _fed(block, x, block.mixer.output(h, o))
 
 
-def _block_step(block: FastWeightsBlock, x: Hidden, state: LayerState) -> Hidden:
-    return block.step_(x, state)
+def _block_step(block: FastWeightsBlock, x: Hidden, y: Hidden, state: LayerState) -> tuple[Hidden, Hidden]:
+    x = x + y
+    return _fed(block, x, block.mixer.step_(block.mixer_norm(x), state))
 
 
-def _last(model: FastWeightsForCausalLM, x: Hidden) -> Tensor:
-    return model.lm_head(model.model.norm(x)).squeeze(1)
+def _fed(block: FastWeightsBlock, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:
+    if block.mlp is None or block.mlp_norm is None:
+        return x, y
+    x = x + y
+    return x, block.mlp(block.mlp_norm(x))
+
+
+def _last(model: FastWeightsForCausalLM, x: Hidden, y: Hidden) -> Tensor:
+    return model.lm_head(model.model.norm(x + y)).squeeze(1)

@@ -49,14 +49,13 @@ class FastWeightsBlock(GradientCheckpointingLayer):
 
     def forward(self, x: Hidden, *, state: LayerState | None = None, cu_seqlens: CuSeqlens | None = None) -> tuple[Hidden, LayerState]:
         y, state = self.mixer(self.mixer_norm(x), state=state, cu_seqlens=cu_seqlens)
-        return self.feed_forward(x + y), state
+        return self._feed_forward(x + y), state
 
     def step_(self, x: Hidden, state: LayerState) -> Hidden:
         """One token, for inference: overwrites the tensors of ``state``; no gradients."""
-        return self.feed_forward(x + self.mixer.step_(self.mixer_norm(x), state))
+        return self._feed_forward(x + self.mixer.step_(self.mixer_norm(x), state))
 
-    def feed_forward(self, x: Hidden) -> Hidden:
-        """The block's second half."""
+    def _feed_forward(self, x: Hidden) -> Hidden:
         return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
 
