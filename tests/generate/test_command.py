@@ -10,6 +10,8 @@ import pytest
 
 from fastweights import cli
 from fastweights.generate import Engine, Sampling, Snapshot
+from fastweights.recipes.generate import prepare
+from fastweights.recipes.generate_settings import GenerateSettings
 from fastweights.train.tokenizer import byte_tokenizer
 from tests.models.tiny import tiny_model
 
@@ -57,6 +59,12 @@ def test_a_prompt_is_answered(run, folder, tmp_path):
     assert run(folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 20, "--speculate", 3)[1] == out
     sampled = ("--prompt", "Hello", "--max-new-tokens", 20, "--temperature", 1.5, "--top-k", 50, "--seed", 3)
     assert run(folder, *sampled)[1] == run(folder, *sampled)[1] != out
+
+
+def test_the_model_is_compiled_if_asked_for(folder):
+    for compile in (False, True):
+        writer = prepare(str(folder), GenerateSettings(prompt="Hello", prefill_chunk=8, device="cpu", compile=compile))
+        assert writer.engine.passes.compiled is compile
 
 
 def test_a_file_is_remembered_and_answered_from_at_once(run, folder, tmp_path):

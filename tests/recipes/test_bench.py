@@ -112,6 +112,13 @@ def test_every_path_decodes_after_the_context_and_reads_none_of_it_again(kind, m
     assert read == [(3, 1)] * 4  # generate's
 
 
+def test_the_engine_is_compiled_where_it_is_asked_for():
+    for compile, chosen in (("auto", "off"), ("on", "on"), ("off", "off")):
+        assert plan_bench("decode", [], BenchSettings(device="cpu", mixers=("kla",), compile=compile)).settings.compile == chosen
+    for compile in (False, True):
+        assert Bench(tiny_model(), 8, 3, 0, compile=compile).engine(Case(16, 1, "rows")).passes.compiled is compile
+
+
 def test_a_time_is_that_of_one_step_or_one_prompt(monkeypatch):
     """By a clock that a step and a piece of a prompt move on."""
     clock = [0.0]
