@@ -2,7 +2,8 @@
 
     z_t = bias + Σ_{w<W} weight_w ∘ x_{t-(W-1)+w},   y = silu(z)
 
-A tap that falls before its document's first token reads the state. The backward makes z again from x, so nothing but operands is kept.
+A tap that falls before its document's first token reads the state. The backward makes z again from x, so nothing but operands is kept; it
+writes dz in float32 and reads it W times from the cache, since to make it anew for each tap costs W² loads a number.
 State rows are tokens −(W−1) … −1 of their document, and get their gradient as tokens do.
 """
 
@@ -55,20 +56,6 @@ def preactivation(x, weight, bias, state, t, r, begin, inside, c, channels, stri
 
 
 @triton.jit
-def gradient_of_z(
-    x, weight, bias, state, dy, t, r, begin, end, inside, c, channels, stride, dy_stride, CH, W: tl.constexpr, SILU: tl.constexpr
-):
-    """dz at tokens t, zero past the document."""
-    inside = inside & (t < end)
-    grad = tl.load(dy + t[:, None] * dy_stride + c[None, :], mask=inside[:, None] & channels[None, :], other=0.0).to(tl.float32)
-    if SILU:
-        z = preactivation(x, weight, bias, state, t, r, begin, inside, c, channels, stride, CH, W)
-        s = tl.sigmoid(z)
-        grad *= s * (1.0 + z * (1.0 - s))
-    return grad
-
-
-@triton.jit
 def forward_kernel(
     x, weight, bias, state, y, owner, bounds, tokens, T, CH, stride, W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):
@@ -84,32 +71,27 @@ def forward_kernel(
 
 
 @triton.jit
-def pulled(
-    x, weight, bias, state, dy, dlast, t, r, begin, end, inside, c, channels, stride, dy_stride, CH, W: tl.constexpr, SILU: tl.constexpr
-):
-    """The gradient of the inputs at tokens t, of which those before ``begin`` are state; and dz at t."""
+def pulled(weight, dz, dlast, t, r, begin, end, inside, c, channels, CH, W: tl.constexpr):
+    """The gradient of the inputs at tokens t, of which those before ``begin`` are state."""
     total = tl.zeros([t.shape[0], c.shape[0]], tl.float32)
-    own = total
     for w in tl.static_range(W):
         s = t + (W - 1 - w)
-        grad = gradient_of_z(
-            x, weight, bias, state, dy, s, r, begin, end, inside & (s >= begin), c, channels, stride, dy_stride, CH, W, SILU
-        )
+        there = inside & (s >= begin) & (s < end)
+        grad = tl.load(dz + s[:, None] * CH + c[None, :], mask=there[:, None] & channels[None, :], other=0.0)
         total += tl.load(weight + c * W + w, mask=channels, other=0.0).to(tl.float32)[None, :] * grad
-        own = grad  # after the last tap, s = t
     if dlast is not None:
         place = t - end + (W - 1)
         last = (inside & (place >= 0))[:, None] & channels[None, :]
         total += tl.load(dlast + (r * (W - 1) + place)[:, None] * CH + c[None, :], mask=last, other=0.0).to(tl.float32)
-    return total, own
+    return total
 
 
 @triton.jit
-def backward_kernel(
-    x, weight, bias, state, dy, dlast, dx, dweight, dbias, owner, bounds, tokens, T, CH, stride, dy_stride,
+def preactivation_gradient_kernel(
+    x, weight, bias, state, dy, dz, dweight, dbias, owner, bounds, tokens, T, CH, stride, dy_stride,
     W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """dx of STEPS·BT tokens, and what they add to dweight ``[stretches, CH, W]`` and dbias ``[stretches, CH]``."""
+    """dz of STEPS·BT tokens, and what they add to dweight ``[stretches, CH, W]`` and dbias ``[stretches, CH]``."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     channels = c < CH
     taps = tl.arange(0, BW)
@@ -119,14 +101,17 @@ def backward_kernel(
         t = (tl.program_id(0).to(tl.int64) * STEPS + step) * BT + tl.arange(0, BT)
         inside = t < tokens
         t = tl.where(inside, t, 0)
-        r, begin, end = document_of(t, owner, bounds, T)
-        grad_x, grad_z = pulled(
-            x, weight, bias, state, dy, dlast, t, r, begin, end, inside, c, channels, stride, dy_stride, CH, W, SILU
-        )  # fmt: skip
-        tl.store(dx + t[:, None] * CH + c[None, :], grad_x.to(dx.dtype.element_ty), mask=inside[:, None] & channels[None, :])
-        sum_b += tl.sum(grad_z, 0)
+        r, begin, _ = document_of(t, owner, bounds, T)
+        mask = inside[:, None] & channels[None, :]
+        grad = tl.load(dy + t[:, None] * dy_stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            z = preactivation(x, weight, bias, state, t, r, begin, inside, c, channels, stride, CH, W)
+            s = tl.sigmoid(z)
+            grad *= s * (1.0 + z * (1.0 - s))
+        tl.store(dz + t[:, None] * CH + c[None, :], grad, mask=mask)
+        sum_b += tl.sum(grad, 0)
         for w in tl.static_range(W):
-            share = tl.sum(grad_z * tap(x, state, t - (W - 1) + w, r, begin, inside, c, channels, stride, CH, W), 0)
+            share = tl.sum(grad * tap(x, state, t - (W - 1) + w, r, begin, inside, c, channels, stride, CH, W), 0)
             sum_w += tl.where(taps[:, None] == w, share[None, :], 0.0)
     place = tl.program_id(0).to(tl.int64) * CH + c
     tl.store(dweight + place[None, :] * W + taps[:, None], sum_w, mask=(taps < W)[:, None] & channels[None, :])
@@ -134,10 +119,20 @@ def backward_kernel(
 
 
 @triton.jit
-def state_kernel(
-    x, weight, bias, state, dy, dlast, last, dstate, bounds, T, CH, stride, dy_stride,
-    W: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+def input_gradient_kernel(
+    weight, dz, dlast, dx, owner, bounds, tokens, T, CH, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, channels = t < tokens, c < CH
+    t = tl.where(inside, t, 0)
+    r, begin, end = document_of(t, owner, bounds, T)
+    grad = pulled(weight, dz, dlast, t, r, begin, end, inside, c, channels, CH, W)
+    tl.store(dx + t[:, None] * CH + c[None, :], grad.to(dx.dtype.element_ty), mask=inside[:, None] & channels[None, :])
+
+
+@triton.jit
+def state_kernel(x, weight, state, dz, dlast, last, dstate, bounds, T, CH, stride, W: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr):
     """One document: its last W − 1 inputs, or with ``dstate`` the gradient of its state."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -152,7 +147,7 @@ def state_kernel(
         tl.store(last + place, value.to(last.dtype.element_ty), mask=mask)
     else:
         t = begin - (W - 1) + i
-        grad, _ = pulled(x, weight, bias, state, dy, dlast, t, r, begin, end, inside, c, channels, stride, dy_stride, CH, W, SILU)
+        grad = pulled(weight, dz, dlast, t, r, begin, end, inside, c, channels, CH, W)
         tl.store(dstate + place, grad.to(dstate.dtype.element_ty), mask=mask)
 
 
@@ -193,8 +188,8 @@ def _forward(
     if last.numel():
         bounds = None if cu_seqlens is None else cu_seqlens.long()
         state_kernel[(len(last), blocks)](
-            x, weight, bias, state, None, None, last, None, bounds, T, CH, x.stride(1), 0,
-            W=W, SILU=activation, BC=CHANNELS, BW=triton.next_power_of_2(W), num_warps=WARPS,
+            x, weight, state, None, None, last, None, bounds, T, CH, x.stride(1),
+            W=W, BC=CHANNELS, BW=triton.next_power_of_2(W), num_warps=WARPS,
         )  # fmt: skip
     return y, last
 
@@ -226,16 +221,20 @@ def _backward(
     dweight, dbias = weight.new_empty(parts, CH, W, dtype=torch.float32), weight.new_empty(parts, CH, dtype=torch.float32)
     owner, bounds = _owner(cu_seqlens, B * T)
     steps = min(STRETCH // TOKENS, triton.next_power_of_2(max(1, triton.cdiv(B * T, TOKENS))))
-    shape = dict(W=W, SILU=activation, BC=CHANNELS, BW=triton.next_power_of_2(W), num_warps=WARPS)
+    width = triton.next_power_of_2(W)
+    dz = x.new_empty(B, T, CH, dtype=torch.float32)
     if dx.numel():
-        backward_kernel[(parts, blocks)](
-            x, weight, bias, state, dy, dlast, dx, dweight, dbias, owner, bounds, B * T, T, CH, x.stride(1), dy.stride(1),
-            BT=TOKENS, STEPS=steps, **shape,
+        preactivation_gradient_kernel[(parts, blocks)](
+            x, weight, bias, state, dy, dz, dweight, dbias, owner, bounds, B * T, T, CH, x.stride(1), dy.stride(1),
+            W=W, SILU=activation, BT=TOKENS, BC=CHANNELS, STEPS=steps, BW=width, num_warps=WARPS,
         )  # fmt: skip
+        input_gradient_kernel[(triton.cdiv(B * T, TOKENS), blocks)](
+            weight, dz, dlast, dx, owner, bounds, B * T, T, CH, W=W, BT=TOKENS, BC=CHANNELS, num_warps=WARPS
+        )
     if dstate.numel():
         state_kernel[(len(dstate), blocks)](
-            x, weight, bias, state, dy, dlast, None, dstate, bounds, T, CH, x.stride(1), dy.stride(1), **shape
-        )  # fmt: skip
+            x, weight, state, dz, dlast, None, dstate, bounds, T, CH, x.stride(1), W=W, BC=CHANNELS, BW=width, num_warps=WARPS
+        )
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype if bias is None else bias.dtype), dstate
 
 
