@@ -8,19 +8,19 @@ import torch
 pytest.importorskip("triton")
 
 from fastweights.notation import CCQState
-from fastweights.ops.ccq.forward_triton import Shape, Tiles
+from fastweights.ops.ccq.forward_triton import Shape, Tiles, one_shape
 from fastweights.ops.ccq.query import ccq_query, ccq_step_
-from fastweights.ops.ccq.query_triton import ccq_forward, ccq_query_triton
+from fastweights.ops.ccq.query_triton import _flat, ccq_forward, ccq_query_triton
 from tests.ops.ccq_loop import cast, differentiate, draw, loop
 from tests.ops.grid import bounds, compare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels compiled")
 
-ONE = Tiles(Shape(16, 1, 1), Shape(16, 1, 1), 32)
+ONE = one_shape(Shape(16, 1, 1), 32)
 """Segments of two blocks."""
-TWO = Tiles(Shape(32, 1, 1), Shape(16, 1, 1), 32)
+TWO = Tiles(Shape(32, 1, 1), Shape(16, 1, 1), Shape(16, 1, 1), Shape(32, 1, 1), 32)
 """Blocks made of two chunks of the sums."""
-THREE = Tiles(Shape(16, 1, 1), Shape(16, 1, 1), 64)
+THREE = one_shape(Shape(16, 1, 1), 64)
 """A block with several before it, and several after."""
 
 
@@ -101,7 +101,7 @@ def test_crowded_keys_keep_their_digits():
 
 def test_fake_shapes_are_the_real_ones():
     x = draw(T=46, B=1, H=1, K=20, dtype=torch.float16, state=True, rows=6)
-    args = (x["q"], x["k"], x["lam"].float(), None, *x["state"], bounds(LENGTHS), [*TWO.read, *TWO.collect, TWO.segment])
+    args = (x["q"], x["k"], x["lam"].float(), None, *x["state"], bounds(LENGTHS), _flat(TWO))
     leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     torch.library.opcheck(ccq_forward, leaves, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 

@@ -180,7 +180,7 @@ def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: 
 
     launch(
         pair_kernel, (cut.number * H,),
-        q, e, keys.point, final.mean, strength, rho, eps, dlam, *own, *sizes, q.stride(1), **constants(tiles.collect),
+        q, e, keys.point, final.mean, strength, rho, eps, dlam, *own, *sizes, q.stride(1), **constants(tiles.pair),
     )  # fmt: skip
     rows, width = 512 // padded(K), padded(K)
     launch(
@@ -190,7 +190,7 @@ def backward(q, k, lam, ks, e, rho, dstate, keys: Keys, before: Moments, final: 
     )  # fmt: skip
     dk, dks = torch.empty(k.shape, dtype=k.dtype, device=k.device), None if ks is None else torch.empty_like(ks)
     launch(
-        key_kernel, (cut.number * (cut.length // tiles.read.chunk) * H,),
-        q, keys.x, k, ks, e, strength, rho, eps, after, r_after, dk, dks, *sizes, q.stride(1), k.stride(1), **constants(tiles.read),
+        key_kernel, (cut.number * (cut.length // tiles.key.chunk) * H,),
+        q, keys.x, k, ks, e, strength, rho, eps, after, r_after, dk, dks, *sizes, q.stride(1), k.stride(1), **constants(tiles.key),
     )  # fmt: skip
     return dq, dk, dlam, dks, row

@@ -55,21 +55,25 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How one call is cut up. The chunk of ``read`` is a multiple of that of ``collect``."""
+    """How one call is cut up, kernel by kernel. The chunk of ``read`` is a multiple of that of ``moment``."""
 
     read: Shape
-    """For the kernels whose programs own a block of tokens."""
-    collect: Shape
-    """For those that add up what a segment holds."""
+    key: Shape
+    moment: Shape
+    pair: Shape
     segment: int = 0
-    """L, a multiple of both chunks; 0 picks it from the size of the call."""
+    """L, a multiple of all chunks; 0 picks it from the size of the call."""
+
+
+def one_shape(shape: Shape, segment: int = 0) -> Tiles:
+    return Tiles(shape, shape, shape, shape, segment)
 
 
 def segment_length(tokens: int, heads: int, tiles: Tiles) -> int:
     """L for ``tokens`` tokens in all."""
     if tiles.segment:
         return tiles.segment
-    length = max(tiles.read.chunk, tiles.collect.chunk)
+    length = max(shape.chunk for shape in tiles[:4])
     while length < LONGEST and tokens * heads >= 2 * length * PROGRAMS:
         length *= 2
     return length
@@ -260,7 +264,7 @@ def read_kernel(
 @compiled_together
 def forward(q, k, lam, ks, state, cut: Segments, tiles: Tiles) -> tuple[Tensor, ...]:
     """q', the final C, μ, w; R, μ, w before each segment, ρ, and the `Keys`. T ≥ 1."""
-    keys, before, final = moments(k, ks, state, k.shape[1], cut, tiles.collect)
+    keys, before, final = moments(k, ks, state, k.shape[1], cut, tiles.moment)
     out, rho, _, _ = read(q, lam, keys, before, k.shape[1], cut, tiles.read)
     return out, *final, *before, rho, *keys
 

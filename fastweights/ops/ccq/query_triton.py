@@ -9,17 +9,16 @@ from torch import Tensor
 
 from fastweights.notation import CCQState
 from fastweights.ops.ccq import backward_triton, forward_triton
-from fastweights.ops.ccq.forward_triton import Keys, Moments, Shape, Tiles, segment_length
+from fastweights.ops.ccq.forward_triton import Keys, Moments, Shape, Tiles, one_shape, segment_length
 from fastweights.ops.decay.segments_triton import Segments, cut_segments, tokens_first
 from fastweights.ops.tiles_triton import operand, padded
 
 TILES: dict[tuple[int, int], Tiles] = {
-    **{(2, size): Tiles(Shape(64, 4, 2), Shape(64, 4, 2)) for size in (16, 32, 64)},
-    (2, 128): Tiles(Shape(64, 4, 2), Shape(64, 8, 2)),
-    **{(4, size): Tiles(Shape(32, 4, 1), Shape(32, 4, 1)) for size in (16, 32, 64, 128)},
+    **{(2, size): Tiles(Shape(64, 4, 1), Shape(64, 4, 2), Shape(64, 4, 2), Shape(32, 4, 3)) for size in (16, 32, 64, 128)},
+    **{(4, size): one_shape(Shape(32, 4, 1)) for size in (16, 32, 64, 128)},
 }
 """By the bytes of an operand (float16 is read as four, see `operand`) and padded K. Replace an entry to try another shape."""
-SMALL = Tiles(Shape(16, 4, 1), Shape(16, 4, 1))
+SMALL = one_shape(Shape(16, 4, 1))
 """Fits 99 KB of shared memory for every K and operand, as consumer cards need."""
 
 
@@ -53,11 +52,12 @@ def ccq_query_triton(
 
 
 def _flat(tiles: Tiles) -> list[int]:
-    return [*tiles.read, *tiles.collect, tiles.segment]
+    return [size for shape in tiles[:4] for size in shape] + [tiles.segment]
 
 
 def _tiles(flat: Sequence[int]) -> Tiles:
-    return Tiles(Shape(*flat[:3]), Shape(*flat[3:6]), flat[6])
+    read, key, moment, pair = (Shape(*flat[i : i + 3]) for i in range(0, 12, 3))
+    return Tiles(read, key, moment, pair, flat[12])
 
 
 @torch.library.custom_op("fastweights::ccq_forward", mutates_args=())
@@ -94,7 +94,7 @@ def ccq_forward_shapes(q, k, lam, ks, covariance, mean, weight, cu_seqlens, tile
     def moments(n, dtype):
         return lam.new_empty(n, H, K, K, dtype=dtype), lam.new_empty(n, H, K), lam.new_empty(n, H)
 
-    sums = lam.new_empty(count, length // _tiles(tiles).collect.chunk, H, K)
+    sums = lam.new_empty(count, length // _tiles(tiles).moment.chunk, H, K)
     keys = k.new_empty(B, T, H, K, dtype=kind), sums, lam.new_empty(count, H, K)
     return q.new_empty(B, T, H, K), *moments(rows, lam.dtype), *moments(count, kind), lam.new_empty(H, B * T), *keys
 
