@@ -19,7 +19,7 @@ from fastweights.generate.lookup import Lookup, check_guess
 from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
 from fastweights.generate.prompts import check_prompt, end_tokens, prompt_tokens
-from fastweights.generate.reading import Reading, begin
+from fastweights.generate.reading import Reading, begin, default_chunk
 from fastweights.generate.request import Completion, FinishReason, Request
 from fastweights.generate.rows import FAILED, Rows
 from fastweights.generate.sampling import Sampling
@@ -64,7 +64,7 @@ class Engine:
         prefixes: int = 0,
         compile: bool = False,
     ) -> None:
-        prefill_chunk = (8192 if model.device.type == "cuda" else 512) if prefill_chunk is None else prefill_chunk
+        prefill_chunk = default_chunk(model.device) if prefill_chunk is None else prefill_chunk
         sizes = {"rows": rows, "queue": queue, "prefill_chunk": prefill_chunk, "max_context": max_context, "prefixes": prefixes}
         for name, size in sizes.items():
             least = 0 if name == "prefixes" else 1

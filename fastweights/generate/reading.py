@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
 from fastweights.generate.snapshot import Snapshot
 from fastweights.models.cache import LayerState, map_state
+
+
+def default_chunk(device: torch.device) -> int:
+    """Tokens of a piece: on a GPU so many that its work outlasts the host's launching of the next."""
+    return 16_384 if device.type == "cuda" else 512
 
 
 class Reading:

@@ -44,24 +44,25 @@ def next_token_targets(
     return targets
 
 
-def token_losses(hidden: Hidden, head: Callable[[Tensor], Tensor], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def token_losses(
+    hidden: Hidden, head: Callable[[Tensor], Tensor], targets: Int[Tensor, "B T"], losses: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Float[Tensor, "B T"]:
     """−log p(target) in nats, float32; 0 where there is no target. ``hidden [B, T, D]`` is the model's, ``head`` makes logits of it.
+
+    ``losses`` is `losses_of_logits`, perhaps compiled.
 
     Logits exist for `CHUNK` tokens at a time. With gradients each chunk makes its logits again in the backward pass.
     """
     pieces = zip(hidden.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
-    losses = [
-        checkpoint(_losses_of_piece, x, head, target, use_reentrant=False) if torch.is_grad_enabled() else _losses_of_piece(x, head, target)
-        for x, target in pieces
-    ]
-    return torch.cat(losses).view(targets.shape)
+
+    def of_piece(x: Tensor, target: Tensor) -> Tensor:
+        return (losses or losses_of_logits)(head(x), target)
+
+    found = [checkpoint(of_piece, *piece, use_reentrant=False) if torch.is_grad_enabled() else of_piece(*piece) for piece in pieces]
+    return torch.cat(found).view(targets.shape)
 
 
 def losses_of_logits(logits: Float[Tensor, "*batch vocabulary"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """The same from logits, in float32 (float64 for float64)."""
     losses = F.cross_entropy(at_least_float32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
     return losses.view(targets.shape)
-
-
-def _losses_of_piece(x: Tensor, head: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
-    return losses_of_logits(head(x), target)

@@ -173,6 +173,9 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers declares it
 
+    losses_of_logits: Any = staticmethod(losses_of_logits)
+    """A compiled one may take its place."""
+
     def __init__(self, config: FastWeightsConfig) -> None:
         super().__init__(config)
         self.model = FastWeightsModel(config)
@@ -224,7 +227,8 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
         if labels is not None:
             targets = next_token_targets(labels, attention_mask, cu_seqlens)
             have_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-            total = (losses_of_logits(logits, targets) if have_all else token_losses(hidden, self.lm_head, targets)).sum()
+            losses = self.losses_of_logits
+            total = (losses(logits, targets) if have_all else token_losses(hidden, self.lm_head, targets, losses)).sum()
             items = (targets != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)})

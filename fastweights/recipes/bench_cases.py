@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastweights.generate import Engine, Sampling, Snapshot
-from fastweights.generate.reading import Reading
+from fastweights.generate.reading import Reading, default_chunk
 from fastweights.generate.snapshot import describe
 from fastweights.models import FastWeightsCache, FastWeightsForCausalLM
 from fastweights.models.cache import LayerState
@@ -50,7 +50,7 @@ class Bench:
             return self._chunk
         if self.full_softmax:
             return length + 1
-        return 8192 if self.device.type == "cuda" else 512  # as in `Engine`
+        return default_chunk(self.device)
 
     def prepare(self, case: Case) -> list[LayerState]:
         """Make what the case begins from, outside of any timing; the states after its text."""

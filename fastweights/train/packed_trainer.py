@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 
 from fastweights.models import FastWeightsForCausalLM, parameter_groups
+from fastweights.models.loss import losses_of_logits
 from fastweights.train.carry import CarriedMemory, batches_of, check_carry
 from fastweights.train.checkpoints import keep_newest
 from fastweights.train.corpus import Corpus
@@ -261,10 +262,13 @@ class PackedTrainer(transformers.Trainer):
 
 
 def compile_layers(model: nn.Module) -> None:
-    """torch.compile each of its layers. They share one piece of code, so that it is compiled once, where a whole model is unrolled."""
+    """torch.compile each of its layers, and the loss. Layers share one piece of code, so that it is compiled once, where a whole model is
+    unrolled."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile()
+        if isinstance(module, FastWeightsForCausalLM):
+            module.losses_of_logits = torch.compile(losses_of_logits)
 
 
 def input_names(model: Model) -> list[str]:
