@@ -25,13 +25,22 @@ def full_precision():
 needs_no_shape_checks = pytest.mark.skipif(
     os.environ.get("FASTWEIGHTS_SHAPE_CHECKS", "1") != "0", reason="the shape checker breaks torch.compile: FASTWEIGHTS_SHAPE_CHECKS=0"
 )
+
+
+def compilers_own_warnings(test):
+    """Of its own parts, and its advice to multiply in TF32, which these tests do without."""
+    for warning in ("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning"):
+        test = pytest.mark.filterwarnings(warning)(test)
+    return test
+
+
 COMPILED = ("kla+ccq", "gla", "hybrid", "grouped, no conv, no MLP")
 
 
 @pytest.mark.parametrize(
     "kind, compile", [(kind, False) for kind in KINDS] + [pytest.param(kind, True, marks=needs_no_shape_checks) for kind in COMPILED]
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own parts
+@compilers_own_warnings
 def test_tokens_in_graphs_are_those_of_generate(kind, compile):
     model, cpu = tiny_model(**KINDS[kind]).cuda(), tiny_model(**KINDS[kind])
     decoder = Engine(model, rows=3, prefill_chunk=16, max_context=120, compile=compile)
@@ -45,7 +54,7 @@ def test_tokens_in_graphs_are_those_of_generate(kind, compile):
 
 @needs_no_shape_checks
 @pytest.mark.parametrize("kind", COMPILED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@compilers_own_warnings
 def test_pieces_of_any_length_are_compiled_once(kind):
     """Longer than the compiler's shortest, in full chunks and not; and a step copies no state."""
     model, cpu = tiny_model(**KINDS[kind]).cuda(), tiny_model(**KINDS[kind])
@@ -62,7 +71,7 @@ def test_pieces_of_any_length_are_compiled_once(kind):
 
 
 @needs_no_shape_checks
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@compilers_own_warnings
 def test_a_compiled_request_among_others_draws_what_it_draws_alone():
     decoder = Engine(tiny_model(mixer="kla+ccq").cuda(), rows=4, prefill_chunk=16, compile=True)
     sampled = Sampling(max_new_tokens=30, temperature=1.2, top_k=40, seed=3)

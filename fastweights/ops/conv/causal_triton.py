@@ -16,8 +16,9 @@ from torch import Tensor
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4
 """The tile of one program."""
-STRETCH = 512
-"""Tokens over which one program of the backward adds up the gradient of weight and bias."""
+ROWS, STRETCH = 16, 256
+"""Tokens at a time in the programs that add up the gradients of weight and bias, and all of one program. These have one warp, so that a sum
+over tokens is a few additions and no barrier."""
 
 
 @triton.jit
@@ -217,16 +218,16 @@ def _backward(
     dlast = None if dlast is None or W == 1 else dlast.contiguous()
     dx = torch.empty(B, T, CH, dtype=x.dtype, device=x.device)
     dstate = torch.empty_like(x.new_empty(0) if state is None else state)
-    blocks, parts = triton.cdiv(CH, CHANNELS), triton.cdiv(B * T, STRETCH)
+    steps = min(STRETCH // ROWS, triton.next_power_of_2(max(1, triton.cdiv(B * T, ROWS))))
+    blocks, parts = triton.cdiv(CH, CHANNELS), triton.cdiv(B * T, steps * ROWS)
     dweight, dbias = weight.new_empty(parts, CH, W, dtype=torch.float32), weight.new_empty(parts, CH, dtype=torch.float32)
     owner, bounds = _owner(cu_seqlens, B * T)
-    steps = min(STRETCH // TOKENS, triton.next_power_of_2(max(1, triton.cdiv(B * T, TOKENS))))
     width = triton.next_power_of_2(W)
     dz = x.new_empty(B, T, CH, dtype=torch.float32)
     if dx.numel():
         preactivation_gradient_kernel[(parts, blocks)](
             x, weight, bias, state, dy, dz, dweight, dbias, owner, bounds, B * T, T, CH, x.stride(1), dy.stride(1),
-            W=W, SILU=activation, BT=TOKENS, BC=CHANNELS, STEPS=steps, BW=width, num_warps=WARPS,
+            W=W, SILU=activation, BT=ROWS, BC=CHANNELS, STEPS=steps, BW=width, num_warps=1,
         )  # fmt: skip
         input_gradient_kernel[(triton.cdiv(B * T, TOKENS), blocks)](
             weight, dz, dlast, dx, owner, bounds, B * T, T, CH, W=W, BT=TOKENS, BC=CHANNELS, num_warps=WARPS
