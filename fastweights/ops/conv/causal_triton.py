@@ -16,7 +16,7 @@ from torch import Tensor
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4
 """The tile of one program."""
-ROWS, STRETCH = 16, 256
+ROWS, STRETCH = 8, 256
 """Tokens at a time in the programs that add up the gradients of weight and bias, and all of one program. These have one warp, so that a sum
 over tokens is a few additions and no barrier."""
 
