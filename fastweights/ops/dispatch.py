@@ -36,7 +36,7 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 FEW = 4
 """Up to this many tokens the recurrent form is the faster one."""
 
-UNPROVEN = {("decay", "chunk"), ("ccq", "query"), ("delta", "ccq_step")}
+UNPROVEN = {("decay", "chunk")}
 """Twins whose tests have not all passed on a card yet (docs/kernels.md): they run where they are asked for by name."""
 
 _PACKAGES = {name: importlib.import_module(f"fastweights.ops.{name}") for name in ("delta", "decay", "ccq", "conv")}
