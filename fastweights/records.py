@@ -26,7 +26,7 @@ def commit() -> str:
 
     FASTWEIGHTS_COMMIT says it instead, for a copy of a tree that has no history, or another's.
     """
-    if "FASTWEIGHTS_COMMIT" in os.environ:
+    if os.environ.get("FASTWEIGHTS_COMMIT"):
         return os.environ["FASTWEIGHTS_COMMIT"]
     root = Path(__file__).resolve().parent.parent
 

@@ -46,7 +46,7 @@ class Engine:
         max_context: tokens of prompt and answer that a request may have; None: any number. A model with full softmax layers needs it, as
             each row keeps the keys of so many tokens.
         prefixes: states of texts read before that are kept to begin later prompts from; 0: none.
-        compile: by torch.compile, when the engine is made: faster on a GPU, after a wait. Other bits, so other tokens where two are close.
+        compile: by torch.compile, on a GPU when the engine is made: faster, after a wait. Other bits, so other tokens where two are close.
 
     Raises:
         ValueError: for numbers that are not positive, or a model that the engine cannot decode with.

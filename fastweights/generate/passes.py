@@ -34,8 +34,12 @@ class Passes:
             raise ValueError("backend='reference' has no in-place step; decode with backend 'auto', 'torch' or 'triton'")
         self.model, self.compiled = model, compile
         if compile:
-            self._block_step, self._last = compiled(_block_step, dynamic=False), compiled(_last, dynamic=False)
-            self._before, self._after = compiled(_before), compiled(_after)
+            self._last = compiled(_last, dynamic=False)
+            kinds = {
+                mixer: (compiled(_block_step, dynamic=False), compiled(_before), compiled(_after)) for mixer in set(model.config.mixers)
+            }
+            self._parts = [kinds[mixer] for mixer in model.config.mixers]
+            """Of each layer: its step, and what lies before and after its memories when it reads."""
 
     def warm_up(self, tokens: int) -> None:
         """Compile what reads a text now, for pieces of any length; kernels are chosen with so many tokens in mind."""
@@ -69,27 +73,27 @@ class Passes:
             return self.model.step_(token, states)
         x = self.model.model.embed_tokens(token)
         y = torch.zeros_like(x)
-        for block, state in zip(self.model.model.layers, states, strict=True):
-            x, y = self._block_step(block, x, y, state)
+        for block, (step, _, _), state in zip(self.model.model.layers, self._parts, states, strict=True):
+            x, y = step(block, x, y, state)
         return self._last(self.model, x, y)
 
     def _read_compiled(self, x: Hidden, states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
         y, after = torch.zeros_like(x), []
-        for block, state in zip(self.model.model.layers, states, strict=True):
+        for block, (_, before, behind), state in zip(self.model.model.layers, self._parts, states, strict=True):
             if isinstance(state, SoftmaxState):  # its keys and values grow with every piece
                 x, state = block(x + y, state=state)
                 y = torch.zeros_like(x)
             else:
-                x, h, operands = self._before(block, *_any_length(x, y), state)
+                x, h, operands = before(block, *_any_length(x, y), state)
                 o, state = block.mixer.remember(operands, state)
-                x, y = self._after(block, *_any_length(x, h, o))
+                x, y = behind(block, *_any_length(x, h, o))
             after.append(state)
         return x + y, after
 
 
 def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
-    """``function`` compiled as one graph, apart from other engines' copies: torch counts what it compiles of a function in all the process,
-    and stops at eight."""
+    """``function`` compiled as one graph, apart from other copies: torch counts what it compiles of a function in all the process, and
+    stops at eight. So each kind of block of each engine has its own."""
     assert isinstance(function, FunctionType)
     copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     return torch.compile(copy, fullgraph=True, dynamic=dynamic)

@@ -43,7 +43,7 @@ class GenerateSettings:
     speculate: int = 0
     """Guess up to so many tokens at a time from earlier text and check them in one pass; exact, for greedy decoding."""
     prefill_chunk: int | None = None
-    """Tokens read at a time; by default 512, on a GPU 8192."""
+    """Tokens read at a time; by default 512, on a GPU 16384."""
     compile: bool = False
     """Compile the model first (torch.compile): a wait of a minute on a GPU the first time, then several times as fast."""
     max_context: int | None = None

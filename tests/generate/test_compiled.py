@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 from fastweights.generate import Engine, Sampling
 from fastweights.generate.passes import SHORT
 from fastweights.generate.reading import Reading
+from fastweights.write import WRITE_RULES
 from tests.generate.common import assert_greedy, greedy, model, prompt
 from tests.layers.mixers import tensors_of
 from tests.models.tiny import tiny_model
@@ -56,6 +57,16 @@ def test_tokens_are_those_of_the_engine_and_of_generate(kind, backend, monkeypat
     assert not counters["graph_break"]
     Reading(engine.passes, engine.prefill_chunk, prompts[3]).go_on()  # as a benchmark does, outside of inference mode
     assert counters["stats"]["unique_graphs"] == expected
+
+
+@pytest.mark.full
+def test_every_kind_of_block_has_a_compilation_of_its_own(monkeypatch):
+    """torch compiles one function eight times at most, and a model may mix more kinds than that."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    mixers = [*WRITE_RULES, "kla+ccq"]
+    mixed, text = tiny_model(mixer=mixers, num_hidden_layers=len(mixers)), prompt(SHORT + 3)
+    answers = [Engine(mixed, rows=1, prefill_chunk=SHORT + 8, compile=c).submit(text, greedy(3)).result() for c in (True, False)]
+    assert answers[0].tokens == answers[1].tokens
 
 
 @pytest.mark.full

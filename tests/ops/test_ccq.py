@@ -276,8 +276,9 @@ def test_keys_on_a_line_have_no_negative_direction():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("forget", [False, True])
-def test_step_is_the_query_in_place(forget, dtype):
-    x = draw(T=3, dtype=dtype, forget=forget, state=True)
+@pytest.mark.parametrize("T", [0, 3])
+def test_step_is_the_query_in_place(T, forget, dtype):
+    x = draw(T=T, dtype=dtype, forget=forget, state=True)
     state = CCQState(*(t.clone() for t in x["state"]))
     o, after = ccq_query(**x, unit_keys=True)
     o_ = ccq_step_(**x | {"state": state}, unit_keys=True)
@@ -306,6 +307,7 @@ def test_state_is_fresh_and_operands_are_left_alone(T, packed):
         ({"lam": torch.zeros(2, 5, 4)}, r"lam must be \[B, T, Hk\] = \[2, 5, 2\]"),
         ({"key_scale": torch.zeros(2, 5, 4)}, r"key_scale must be \[B, T, Hk\] = \[2, 5, 2\]"),
         ({"key_scale": torch.zeros(2, 5, 2), "unit_keys": True}, "key_scale and unit_keys=True are both"),
+        ({"key_scale": 1.0}, "key_scale must be a tensor .* got 1.0"),
         ({"log_decay": torch.zeros(2, 5, 2, 8)}, r"log_decay must be \[B, T, Hk\]"),
         ({"log_decay": torch.full((2, 5, 2), 0.1)}, "log_decay must be ≤ 0"),
         ({"mask": torch.ones(2, 5)}, "mask must be bool"),

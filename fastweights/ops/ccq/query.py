@@ -112,6 +112,8 @@ def ccq_step_(
     """A few tokens of `ccq_query`, for inference: overwrites the tensors of ``state`` and returns q' ``[B, T, Hk, K]``; no gradients."""
     check_query(q, k, lam, log_decay, None, state, None)
     key_scale = _key_scale(k, key_scale, unit_keys, eps)
+    if k.shape[1] == 0:
+        return q.clone()
     if _has_kernel("step", q, k, backend):
         kernels = dispatch.twin("ccq", "step")
         return kernels.ccq_step_triton_(q, k, lam, state, log_decay=log_decay, key_scale=key_scale)  # type: ignore[union-attr]
@@ -229,6 +231,8 @@ def _key_scale(k: Tensor, key_scale: Tensor | None, unit_keys: bool, eps: float)
         return (k.to(working_dtype(k)).square().sum(-1) + eps).rsqrt() if unit_keys else None
     if unit_keys:
         raise ValueError("key_scale and unit_keys=True are both factors on a key; give one")
+    if not isinstance(key_scale, Tensor):
+        raise ValueError(f"key_scale must be a tensor [B, T, Hk] or None; got {key_scale!r}")
     B, T, Hk, _ = k.shape
     check_per_head("key_scale", key_scale, {"B": B, "T": T, "Hk": Hk}, ("Hk",))
     check_dtype("key_scale", key_scale, DTYPES)

@@ -195,5 +195,5 @@ def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, piece: slice) -> Tenso
 def _pieces(y: Tensor) -> Iterator[slice]:
     """The tokens of y ``[B, T, Ch]`` in pieces that a CPU's cache holds; on another device in one."""
     T = y.shape[1]
-    size = max(1, PIECE // (y.shape[0] * y.shape[2])) if y.device.type == "cpu" else max(1, T)
+    size = max(1, PIECE // max(1, y.shape[0] * y.shape[2])) if y.device.type == "cpu" else max(1, T)
     return (slice(start, min(start + size, T)) for start in range(0, T, size))
