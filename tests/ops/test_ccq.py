@@ -307,7 +307,6 @@ def test_state_is_fresh_and_operands_are_left_alone(T, packed):
         ({"lam": torch.zeros(2, 5, 4)}, r"lam must be \[B, T, Hk\] = \[2, 5, 2\]"),
         ({"key_scale": torch.zeros(2, 5, 4)}, r"key_scale must be \[B, T, Hk\] = \[2, 5, 2\]"),
         ({"key_scale": torch.zeros(2, 5, 2), "unit_keys": True}, "key_scale and unit_keys=True are both"),
-        ({"key_scale": 1.0}, "key_scale must be a tensor .* got 1.0"),
         ({"log_decay": torch.zeros(2, 5, 2, 8)}, r"log_decay must be \[B, T, Hk\]"),
         ({"log_decay": torch.full((2, 5, 2), 0.1)}, "log_decay must be ≤ 0"),
         ({"mask": torch.ones(2, 5)}, "mask must be bool"),

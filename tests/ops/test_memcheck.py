@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from fastweights.ops.ccq.query_triton import Tiles, ccq_query_triton
+from fastweights.ops.ccq.forward_triton import Shape, one_shape
+from fastweights.ops.ccq.query_triton import ccq_query_triton
 from fastweights.ops.ccq.step_triton import ccq_step_triton_
 from fastweights.ops.conv.causal_triton import causal_conv_triton
 from fastweights.ops.decay.chunk_triton import chunk_decay_triton
@@ -93,7 +94,7 @@ def test_decay(decay, warps):
 def test_ccq(warps):
     x = ccq_loop.draw(T=sum(LENGTHS), B=1, H=1, K=20, dtype=torch.float32, state=True, rows=6) | {"cu_seqlens": bounds(LENGTHS)}
     with watched():
-        found = ccq_loop.differentiate(partial(ccq_query_triton, tiles=Tiles(Tile(16, 16, warps, 1, 32), Tile(16, 16, warps, 1))), x)
+        found = ccq_loop.differentiate(partial(ccq_query_triton, tiles=one_shape(Shape(16, warps, 1), 32)), x)
     finite(found)
 
 

@@ -231,8 +231,6 @@ def _key_scale(k: Tensor, key_scale: Tensor | None, unit_keys: bool, eps: float)
         return (k.to(working_dtype(k)).square().sum(-1) + eps).rsqrt() if unit_keys else None
     if unit_keys:
         raise ValueError("key_scale and unit_keys=True are both factors on a key; give one")
-    if not isinstance(key_scale, Tensor):
-        raise ValueError(f"key_scale must be a tensor [B, T, Hk] or None; got {key_scale!r}")
     B, T, Hk, _ = k.shape
     check_per_head("key_scale", key_scale, {"B": B, "T": T, "Hk": Hk}, ("Hk",))
     check_dtype("key_scale", key_scale, DTYPES)
