@@ -44,25 +44,28 @@ def next_token_targets(
     return targets
 
 
-def token_losses(
-    hidden: Hidden, head: Callable[[Tensor], Tensor], targets: Int[Tensor, "B T"], losses: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> Float[Tensor, "B T"]:
-    """−log p(target) in nats, float32; 0 where there is no target. ``hidden [B, T, D]`` is the model's, ``head`` makes logits of it.
+def losses_of_logits(logits: Float[Tensor, "*batch vocabulary"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """−log p(target) in nats, 0 where there is no target, from logits; in float32 (float64 for float64)."""
+    losses = F.cross_entropy(at_least_float32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view(targets.shape)
 
-    ``losses`` is `losses_of_logits`, perhaps compiled.
+
+def token_losses(
+    hidden: Hidden,
+    head: Callable[[Tensor], Tensor],
+    targets: Int[Tensor, "B T"],
+    losses: Callable[[Tensor, Tensor], Tensor] = losses_of_logits,
+) -> Float[Tensor, "B T"]:
+    """`losses_of_logits` without all logits at once. ``hidden [B, T, D]`` is the model's, ``head`` makes logits of it.
+
+    ``losses`` makes losses of logits; a compiled `losses_of_logits` may take its place.
 
     Logits exist for `CHUNK` tokens at a time. With gradients each chunk makes its logits again in the backward pass.
     """
     pieces = zip(hidden.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
 
     def of_piece(x: Tensor, target: Tensor) -> Tensor:
-        return (losses or losses_of_logits)(head(x), target)
+        return losses(head(x), target)
 
     found = [checkpoint(of_piece, *piece, use_reentrant=False) if torch.is_grad_enabled() else of_piece(*piece) for piece in pieces]
     return torch.cat(found).view(targets.shape)
-
-
-def losses_of_logits(logits: Float[Tensor, "*batch vocabulary"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The same from logits, in float32 (float64 for float64)."""
-    losses = F.cross_entropy(at_least_float32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
-    return losses.view(targets.shape)

@@ -29,7 +29,7 @@ def test_the_recorded_files_make_one_page(tmp_path, capsys):
     assert cli.main(("report", *files, "--out", str(tmp_path / "all.html"), "--export", "svg", "png", "--title", "All")) == 0
     markup, figures = (tmp_path / "all.html").read_text(), list((tmp_path / "all_figures").iterdir())
     assert f"{len(figures)} figures: {tmp_path / 'all_figures'}" in " ".join(capsys.readouterr().out.split())
-    assert markup.count("<svg") * 2 == len(figures) == 2 * (4 + 1 + 3)
+    assert markup.count("<svg") * 2 == len(figures) == 2 * (4 + 1 + 4)
     assert "<h1>All</h1>" in markup and "bench_cpu.py --rounds" in markup and "NVIDIA H200" in markup and "gated_deltanet+ccq" in markup
 
 
