@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.generate.lookup import Lookup, check_guess
 from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
-from fastweights.generate.prompts import check_prompt, end_tokens, prompt_tokens
+from fastweights.generate.prompts import Tokens, check_prompt, end_tokens, joined, prompt_tokens
 from fastweights.generate.reading import Reading, begin, default_chunk
 from fastweights.generate.request import Completion, FinishReason, Request
 from fastweights.generate.rows import FAILED, Rows
@@ -163,12 +163,12 @@ class Engine:
         tokens = prompt_tokens(text, self.tokenizer, begins=after is None)
         self._check(tokens, 0, after)
         seen = seen_tokens(self.model, tokens, after)
-        tokens = [*(() if after is None else after.pending), *tokens]
+        tokens = tokens if after is None else joined(after.pending, tokens)
         reading = begin(self.passes, self.prefill_chunk, tokens, after, self.prefixes)
         while reading.at_chunks_end:
             reading.go_on()
             on_progress(len(tokens) - reading.remaining, len(tokens))
-        states, read, pending = reading.states, reading.read, tuple(reading.left)
+        states, read, pending = reading.states, reading.read, tuple(reading.left.tolist())
         if self.prefixes.capacity and after is None:
             reading.go_on()
             self.prefixes.put(tokens[:-1], reading.states)
@@ -264,8 +264,7 @@ class Engine:
         """Read a piece of its prompt, and give it a row when only the last token is left. Returns the tokens read."""
         try:
             if request.reading is None:
-                tokens = [*request.text_before, *request.tokens]
-                request.reading = begin(self.passes, self.prefill_chunk, tokens, request.after, self.prefixes)
+                request.reading = begin(self.passes, self.prefill_chunk, request.text, request.after, self.prefixes)
                 request.reused = request.reading.read
             length = request.reading.go_on()
             if not request.reading.piece:
@@ -279,7 +278,7 @@ class Engine:
             return 0
 
     def _join(self, request: Request, reading: Reading) -> None:
-        tokens = [*request.text_before, *request.tokens]
+        tokens = request.text
         if request.ending is not None:  # an interrupt came before it could leave
             request.remember(reading.states)
             self._finish(request)
@@ -288,7 +287,7 @@ class Engine:
             self.prefixes.put(tokens[:-1], reading.states)
         row = min(set(range(self.rows.count)) - self._active.keys())
         seen = seen_tokens(self.model, tokens, request.after)
-        self.rows.put(row, reading.states, tokens[-1], seen, request.sampling, request.seed, len(request.tokens))
+        self.rows.put(row, reading.states, int(tokens[-1]), seen, request.sampling, request.seed, len(request.tokens))
         with self.turn:
             request.reading, self._incoming = None, None
             self._active[row] = request
@@ -342,7 +341,7 @@ class Engine:
     def _ahead(self, row: int, request: Request, lookup: Lookup) -> tuple[list[LayerState], int, bool] | None:
         """Several tokens at once for a row that speculates: (its states, the token to read next, is that the last?); None for no guess."""
         guess = lookup.guess(min(request.sampling.speculate, request.sampling.max_new_tokens - len(request.tokens) - 1))
-        checked = guess and check_guess(self.passes, self.rows.take(row), (request.tokens or request.text_before)[-1], guess)
+        checked = guess and check_guess(self.passes, self.rows.take(row), int((request.tokens or request.text_before)[-1]), guess)
         if not checked:
             return None
         with self.turn:
@@ -389,7 +388,7 @@ class Engine:
             seed = 0 if sampling.temperature == 0 else int(torch.randint(2**63 - 1, ()))
         return Request(self, tokens, sampling, seed, after, keep)
 
-    def _check(self, tokens: list[int], new: int, after: Snapshot | None) -> None:
+    def _check(self, tokens: Tokens, new: int, after: Snapshot | None) -> None:
         if after is not None:
             self.check_snapshot(after)
         check_prompt(tokens, new, 0 if after is None else len(after), self.model.config.vocab_size, self.max_context)

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import FunctionType
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.generate.prompts import Tokens
 from fastweights.layers import SoftmaxState
 from fastweights.layers.attention import Operands
 from fastweights.models import FastWeightsForCausalLM
@@ -52,9 +54,9 @@ class Passes:
         return [block.mixer.initial_state(1) for block in self.model.model.layers]
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int], states: Sequence[LayerState]) -> tuple[Float[Tensor, "1 T D"], list[LayerState]]:
+    def read(self, tokens: Sequence[int] | Tokens, states: Sequence[LayerState]) -> tuple[Float[Tensor, "1 T D"], list[LayerState]]:
         """What the last layer makes of ``tokens``, before the last norm, and the states after them. ``states`` stay as they are."""
-        ids, device = torch.tensor([tokens]), self.model.device
+        ids, device = torch.from_numpy(np.asarray(tokens, np.int64)).unsqueeze(0), self.model.device
         if device.type == "cuda":  # out of pinned memory, so that the host need not wait for the piece before
             ids = ids.pin_memory().to(device, non_blocking=True)
         x = self.model.model.embed_tokens(ids)

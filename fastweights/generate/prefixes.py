@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastweights.generate.prompts import Tokens
 from fastweights.models.cache import LayerState
 
 
@@ -31,9 +32,9 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, tokens: Sequence[int], states: Sequence[LayerState]) -> None:
+    def put(self, tokens: Sequence[int] | Tokens, states: Sequence[LayerState]) -> None:
         """``states`` after ``tokens``; they are kept as they are, and must not be written into."""
-        if not self.capacity or not tokens:
+        if not self.capacity or not len(tokens):
             return
         (key,) = _digests(tokens, [len(tokens)])
         with self._lock:
@@ -45,7 +46,7 @@ class Prefixes:
                 _, old = self._kept.popitem(last=False)
                 self._lengths -= Counter([old.read])
 
-    def longest(self, tokens: Sequence[int]) -> Prefix | None:
+    def longest(self, tokens: Sequence[int] | Tokens) -> Prefix | None:
         """The longest text kept with which ``tokens`` begin and after which they go on."""
         with self._lock:
             lengths = sorted(length for length in self._lengths if length < len(tokens))
@@ -56,7 +57,7 @@ class Prefixes:
         return None
 
 
-def _digests(tokens: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+def _digests(tokens: Sequence[int] | Tokens, lengths: Sequence[int]) -> list[bytes]:
     """A hash of the first n tokens, for each n of ``lengths``, which rise; one pass over the tokens."""
     content = np.asarray(tokens[: lengths[-1]] if lengths else (), np.int64)
     running, begin, digests = hashlib.sha256(), 0, []

@@ -8,6 +8,7 @@ import torch
 
 from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
+from fastweights.generate.prompts import Tokens
 from fastweights.generate.snapshot import Snapshot
 from fastweights.models.cache import LayerState, map_state
 
@@ -24,9 +25,7 @@ class Reading:
     elsewhere. States are replaced and never written into, so that a beginning may be shared and kept.
     """
 
-    def __init__(
-        self, passes: Passes, chunk: int, tokens: Sequence[int], states: Sequence[LayerState] | None = None, read: int = 0
-    ) -> None:
+    def __init__(self, passes: Passes, chunk: int, tokens: Tokens, states: Sequence[LayerState] | None = None, read: int = 0) -> None:
         self.passes, self.chunk = passes, chunk
         self.tokens = tokens
         """What was not yet read of them begins at `_at`."""
@@ -36,7 +35,7 @@ class Reading:
         self._at = 0
 
     @property
-    def left(self) -> Sequence[int]:
+    def left(self) -> Tokens:
         """Tokens not yet read; at the end one, which is the first to be decoded."""
         return self.tokens[self._at :]
 
@@ -65,7 +64,7 @@ class Reading:
         return length
 
 
-def begin(passes: Passes, chunk: int, tokens: list[int], after: Snapshot | None, prefixes: Prefixes) -> Reading:
+def begin(passes: Passes, chunk: int, tokens: Tokens, after: Snapshot | None, prefixes: Prefixes) -> Reading:
     """The reading of ``tokens``, a snapshot's pending ones included, from what is known of them."""
     if after is not None:
         return Reading(passes, chunk, tokens, [map_state(lambda x: x.to(passes.model.device), state) for state in after.states], after.read)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fastweights.generate.lookup import Lookup
+from fastweights.generate.prompts import Tokens, joined
 from fastweights.generate.reading import Reading
 from fastweights.generate.sampling import Sampling
 from fastweights.generate.snapshot import Snapshot, describe, seen_tokens
-from fastweights.generate.text import TextStream
+from fastweights.generate.text import LONGEST_CHARACTER, TextStream
 from fastweights.models.cache import LayerState
 
 if TYPE_CHECKING:
@@ -53,14 +54,14 @@ class Request:
     def __init__(
         self,
         engine: Engine,
-        prompt: Sequence[int],
+        prompt: Tokens,
         sampling: Sampling,
         seed: int,
         after: Snapshot | None,
         keep: bool,
     ) -> None:
         self._engine, self.sampling, self.seed, self.keep = engine, sampling, seed, keep
-        self.prompt, self.after = list(prompt), after
+        self.prompt, self.after = prompt, after
         self.tokens: list[int] = []
         self.error: Exception | None = None
         self.finish_reason: FinishReason | None = None
@@ -75,17 +76,22 @@ class Request:
         self._before = len(self.text_before)
         self.lookup = Lookup() if sampling.speculate else None
         if self.lookup is not None:
-            self.lookup.extend(self.text_before)
+            self.lookup.extend(self.text_before.tolist())
         self._text: TextStream | None = None
         if engine.tokenizer is not None:
-            self._text = TextStream(engine.tokenizer, sampling.stop, self.text_before)
+            self._text = TextStream(engine.tokenizer, sampling.stop, self.text_before[-LONGEST_CHARACTER:].tolist())
         self._popped = 0
         """How many tokens there were when text was last taken from `_text`."""
 
     @property
-    def text_before(self) -> list[int]:
+    def text_before(self) -> Tokens:
         """The tokens before the answer that are at hand: the prompt, and the last few of the snapshot's."""
-        return [*(() if self.after is None else self.after.pending), *self.prompt]
+        return self.prompt if self.after is None else joined(self.after.pending, self.prompt)
+
+    @property
+    def text(self) -> Tokens:
+        """They, and the answer's so far."""
+        return joined(self.text_before, self.tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -160,12 +166,12 @@ class Request:
 
     def remember(self, states: Sequence[LayerState]) -> None:
         """The engine's: keep what was asked for of ``states``, those before the last token is read."""
-        engine, tokens = self._engine, [*self.text_before, *self.tokens]
+        engine, tokens = self._engine, self.text
         if self.after is None:
             engine.prefixes.put(tokens[:-1], states)
         if self.keep:
             read, seen = self.prompt_tokens + len(self.tokens) - 1, seen_tokens(engine.model, tokens, self.after)
-            self.snapshot = Snapshot(tuple(states), read, (tokens[-1],), seen, engine.fingerprint, describe(engine.model))
+            self.snapshot = Snapshot(tuple(states), read, (int(tokens[-1]),), seen, engine.fingerprint, describe(engine.model))
 
     def finish(self, reason: FinishReason | None = None, error: Exception | None = None) -> None:
         """The engine's: nothing more comes. The reason is by default the one that `add` found."""

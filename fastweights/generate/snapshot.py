@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fastweights.generate.prompts import Tokens
 from fastweights.layers import mixer_options
 from fastweights.layers.softmax import SoftmaxState
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
@@ -103,10 +104,10 @@ class Snapshot:
         return cls(_nested(tensors), int(about["tokens_read"]), pending, seen, about["fingerprint"], about["model"])
 
 
-def seen_tokens(model: FastWeightsForCausalLM, tokens: Sequence[int], after: Snapshot | None) -> Bool[Tensor, " vocabulary"]:
+def seen_tokens(model: FastWeightsForCausalLM, tokens: Tokens, after: Snapshot | None) -> Bool[Tensor, " vocabulary"]:
     """Which tokens there are in ``tokens`` and in the text before them; on the CPU."""
     seen = torch.zeros(model.config.vocab_size, dtype=torch.bool) if after is None else after.seen.clone()
-    seen[list(tokens)] = True
+    seen[torch.from_numpy(tokens)] = True
     return seen
 
 

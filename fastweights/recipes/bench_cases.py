@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fastweights.generate import Engine, Sampling, Snapshot
@@ -56,7 +57,7 @@ class Bench:
         """Make what the case begins from, outside of any timing; the states after its text."""
         self.engine(case)
         if case.length not in self._states:
-            reading = Reading(self.engine(case).passes, self.chunk(case.length), [*self.tokens(case.length), 0])
+            reading = Reading(self.engine(case).passes, self.chunk(case.length), np.array([*self.tokens(case.length), 0]))
             while reading.go_on():
                 pass
             self._states[case.length] = reading.states
@@ -94,7 +95,7 @@ class Bench:
     def _prompt(self, case: Case) -> dict[str, float]:
         tokens, chunk = self.tokens(case.length), self.chunk(case.length)
         with self._timed() as reading:
-            read = Reading(self.engine(case).passes, chunk, tokens)
+            read = Reading(self.engine(case).passes, chunk, np.array(tokens))
             while read.go_on():
                 pass
         del read

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -55,7 +56,7 @@ def test_tokens_are_those_of_the_engine_and_of_generate(kind, backend, monkeypat
     expected = len(blocks) + 2 * len(blocks - {"softmax"}) + 3  # steps, both parts of reading; last norm, likeliest token, drawn token
     assert counters["stats"]["unique_graphs"] == expected, "something is compiled again for a row, a length or a place"
     assert not counters["graph_break"]
-    Reading(engine.passes, engine.prefill_chunk, prompts[3]).go_on()  # as a benchmark does, outside of inference mode
+    Reading(engine.passes, engine.prefill_chunk, np.array(prompts[3])).go_on()  # as a benchmark does, outside of inference mode
     assert counters["stats"]["unique_graphs"] == expected
 
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_asked_is_refused(arguments, told):
 def test_what_is_no_prompt(tokens, told):
     with pytest.raises(ValueError, match=told):
         prompt_tokens(tokens, None, begins=True)
-    assert prompt_tokens(torch.tensor([1, 2]), None, begins=True) == [1, 2]
+    assert prompt_tokens(torch.tensor([1, 2]), None, begins=True).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
