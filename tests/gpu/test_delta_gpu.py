@@ -20,7 +20,7 @@ if torch.cuda.is_available():
 else:
     TILES = {}
 
-DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float16, "tf32x3": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float16, "ieee": torch.float32}
 COMPILED = {**DELTA, "dtype": tuple(DTYPES.values())}
 
 

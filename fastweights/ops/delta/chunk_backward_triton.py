@@ -37,7 +37,6 @@ def reverse_kernel(
     row's first memory in ``dstart [R, H, K, V]``. Without: only what the segment itself adds, into ``dstart [segments, H, K, V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
-    INVERSE: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION  # as in `walk_kernel`
     tile = tl.program_id(0) % NV
     h = tl.program_id(0) // NV % H
     segment = (tl.program_id(0) // NV // H).to(tl.int64)
@@ -76,7 +75,7 @@ def reverse_kernel(
         now = dS.to(DOT)
         dU = tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + 2 * C)[None, :]
         dU = tl.dot(dout, P, dU, input_precision=PRECISION)
-        dR = tl.dot(dU.to(DOT), L, input_precision=INVERSE)
+        dR = tl.dot(dU.to(DOT), L, input_precision=PRECISION)
         if dstates is not None:
             tl.store(dstates + base * K * V + place, now, mask=inside)
             live = (i < length - n * C)[None, :] & (vv < V)[:, None]

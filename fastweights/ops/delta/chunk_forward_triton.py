@@ -146,7 +146,6 @@ def walk_kernel(
     map (M, D) into ``final [segments, H, K, K + V]``.
     """
     DOT: tl.constexpr = inverse.dtype.element_ty
-    INVERSE: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION  # three products lose the last digits of a repeated number alike
     tile = tl.program_id(0) % (NV + NK)
     h = tl.program_id(0) // (NV + NK) % H
     segment = (tl.program_id(0) // (NV + NK) // H).to(tl.int64)
@@ -187,7 +186,7 @@ def walk_kernel(
             if n * C % KEEP == 0:
                 tl.store(kept + ((first_kept + n * C // KEEP) * H + h) * K * V + place, S, mask=inside)
         X = values * tl.load(number)[None, :] - tl.dot(now, tl.trans(keys), input_precision=PRECISION) * tl.load(number + C)[None, :]
-        U = tl.dot(X.to(DOT), tl.trans(L), input_precision=INVERSE)
+        U = tl.dot(X.to(DOT), tl.trans(L), input_precision=PRECISION)
         if o is not None:
             queries = tl.load(q + past * q_token + (t[:, None] * q_token + kk[None, :]), mask=(kk < K)[None, :], other=0.0).to(DOT)
             P = tl.load(scores + base * C * C + square)
@@ -299,6 +298,13 @@ def segment_size(rows: int, tokens: int, heads: int, values: int, tiles: Tiles) 
     return (whole, False) if parts < 2 else (-(-tokens // (parts * tiles.chunk)) * tiles.chunk, parts >= PARTS)
 
 
+def operand_in_full(*dtypes: torch.dtype) -> tuple[torch.dtype, str]:
+    """`operand`, but float32 multiplied in float32: tensor cores cut off what plain torch rounds, and where all keys are alike, from every
+    product alike."""
+    dot, precision = operand(*dtypes)
+    return dot, "ieee" if precision == "tf32x3" else precision
+
+
 class Plan(NamedTuple):
     """What every kernel of a call is told."""
 
@@ -317,7 +323,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, tiles: Tile
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     size, split = segment_size(rows, T, H, V, tiles)
     chunks, segments, whole = (cut(B, T, s, cu_seqlens) for s in (tiles.chunk, size, T + 1))
-    return Plan(chunks, segments, whole, split, tiles, *operand(q.dtype, k.dtype, v.dtype))
+    return Plan(chunks, segments, whole, split, tiles, *operand_in_full(q.dtype, k.dtype, v.dtype))
 
 
 def heads_of(x: Tensor | None) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.notation import Coefficients
 from fastweights.ops.delta import chunk_backward_triton, chunk_forward_triton
-from fastweights.ops.delta.chunk_forward_triton import RATES, Tiles, segment_size
+from fastweights.ops.delta.chunk_forward_triton import RATES, Tiles, operand_in_full, segment_size
 from fastweights.ops.launch_triton import compiled_together
 from fastweights.ops.tiles_triton import operand, padded, piece_count, rows_side_by_side
 
@@ -21,11 +21,11 @@ TILES: dict[tuple[str, str, int], Tiles] = {
     ("large", "bf16", 256): Tiles(32, 64, 8, 1, 1, 128, 32, 8, 2),
     ("large", "tf32", 128): Tiles(32, 32, 4, 2, 2, 64, 32, 8, 2),
     ("large", "tf32", 256): Tiles(32, 16, 4, 1, 1, 64, 32, 8, 1),
-    ("large", "tf32x3", 64): Tiles(16, 32, 4, 2, 2, 64, 16, 8, 1),
-    ("large", "tf32x3", 256): Tiles(16, 16, 4, 1, 1, 64, 16, 8, 1),
+    ("large", "ieee", 64): Tiles(16, 32, 4, 2, 2, 64, 16, 8, 1),
+    ("large", "ieee", 256): Tiles(16, 16, 4, 1, 1, 64, 16, 8, 1),
     ("small", "bf16", 256): Tiles(32, 32, 4, 1, 1, 64, 32, 4, 1),
     ("small", "tf32", 256): Tiles(16, 16, 4, 1, 1, 32, 16, 4, 1),
-    ("small", "tf32x3", 256): Tiles(16, 16, 4, 1, 1, 32, 16, 4, 1),
+    ("small", "ieee", 256): Tiles(16, 16, 4, 1, 1, 32, 16, 4, 1),
 }
 """Tile shapes instead of autotuning. A "large" card has the 227 KB of shared memory of a Hopper data-centre GPU, a "small" one 99 KB.
 
@@ -42,7 +42,7 @@ def card_of(device: torch.device) -> str:
 
 def tiles_for(q: Tensor, k: Tensor, v: Tensor, card: str | None = None) -> Tiles:
     """The table's entry for these operands."""
-    dot, precision = operand(q.dtype, k.dtype, v.dtype)
+    dot, precision = operand_in_full(q.dtype, k.dtype, v.dtype)
     key = (card or card_of(q.device), "bf16" if dot == torch.bfloat16 else precision)
     return next(tiles for (*kind, size), tiles in TILES.items() if tuple(kind) == key and padded(k.shape[3]) <= size)
 
