@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4
-"""The tile of one program."""
+"""The tile of one program of the backward, and of a document's edges."""
+TALL, WIDE, STEPS, FULL = 16, 256, 8, 1024
+"""Tokens and channels of the forward's tile; how many tiles a program does at most, and how many programs are enough."""
 ROWS, STRETCH = 8, 256
 """Tokens at a time in the programs that add up the gradients of weight and bias, and all of one program. These have one warp, so that a sum
 over tokens is a few additions and no barrier."""
@@ -58,16 +60,55 @@ def preactivation(x, weight, bias, state, t, r, begin, inside, c, channels, stri
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, state, y, owner, bounds, tokens, T, CH, stride, W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
-):
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    x, weight, bias, y, owner, bounds, T, CH, stride, parts, STEPS,
+    W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """STEPS tiles of BT tokens of one row of x; all but the first W − 1 tokens of a document, so that no tap is asked where it lies."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, channels = t < tokens, c < CH
-    t = tl.where(inside, t, 0)
-    r, begin, _ = document_of(t, owner, bounds, T)
+    channels = c < CH
+    i = tl.arange(0, BT)
+    taps = ()
+    for w in tl.static_range(W):
+        taps = taps + (tl.load(weight + c * W + w, mask=channels, other=0.0).to(tl.float32),)  # noqa: RUF005 - Triton's Python
+    x += (tl.program_id(0) // parts).to(tl.int64) * T * stride
+    y += (tl.program_id(0) // parts).to(tl.int64) * T * CH
+    for step in range(STEPS):
+        first = (tl.program_id(0) % parts * STEPS + step) * BT
+        t = first + i
+        inside = t < T
+        place = t if bounds is None else t - tl.load(bounds + tl.load(owner + t, mask=inside, other=0))
+        z = tl.zeros([BT, BC], tl.float32)
+        if bias is not None:
+            z += tl.load(bias + c, mask=channels, other=0.0).to(tl.float32)[None, :]
+        for w in tl.static_range(W):
+            s = tl.minimum(tl.maximum(i + (w - (W - 1)), -first), T - 1 - first)
+            value = tl.load(x + first.to(tl.int64) * stride + ((s * stride)[:, None] + c[None, :]), mask=channels[None, :], other=0.0)
+            z += taps[w][None, :] * value.to(tl.float32)
+        if SILU:
+            z = z / (1.0 + tl.exp(-z))
+        there = y + first.to(tl.int64) * CH + ((i * CH)[:, None] + c[None, :])
+        tl.store(there, z.to(y.dtype.element_ty), mask=(inside & (place >= W - 1))[:, None] & channels[None, :])
+
+
+@triton.jit
+def edge_kernel(
+    x, weight, bias, state, y, last, bounds, T, CH, stride, W: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr
+):  # fmt: skip
+    """Of one document: the first W − 1 tokens, whose taps reach into its state, and its last W − 1 inputs, which are the next one."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    i = tl.arange(0, BW)
+    channels, inside = c < CH, i < W - 1
+    begin = r * T if bounds is None else tl.load(bounds + r)
+    end = begin + T if bounds is None else tl.load(bounds + r + 1)
+    value = tap(x, state, end - (W - 1) + i, r, begin, inside, c, channels, stride, CH, W)
+    there = last + (r * (W - 1) + i)[:, None] * CH + c[None, :]
+    tl.store(there, value.to(last.dtype.element_ty), mask=inside[:, None] & channels[None, :])
+    t = begin + i
+    inside = inside & (t < end)
     z = preactivation(x, weight, bias, state, t, r, begin, inside, c, channels, stride, CH, W)
     if SILU:
-        z *= tl.sigmoid(z)
+        z = z / (1.0 + tl.exp(-z))
     tl.store(y + t[:, None] * CH + c[None, :], z.to(y.dtype.element_ty), mask=inside[:, None] & channels[None, :])
 
 
@@ -133,23 +174,17 @@ def input_gradient_kernel(
 
 
 @triton.jit
-def state_kernel(x, weight, state, dz, dlast, last, dstate, bounds, T, CH, stride, W: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr):
-    """One document: its last W − 1 inputs, or with ``dstate`` the gradient of its state."""
+def state_kernel(weight, dz, dlast, dstate, bounds, T, CH, W: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr):
+    """The gradient of one document's state."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     i = tl.arange(0, BW)
     channels, inside = c < CH, i < W - 1
     begin = r * T if bounds is None else tl.load(bounds + r)
     end = begin + T if bounds is None else tl.load(bounds + r + 1)
-    place = (r * (W - 1) + i)[:, None] * CH + c[None, :]
-    mask = inside[:, None] & channels[None, :]
-    if dstate is None:
-        value = tap(x, state, end - (W - 1) + i, r, begin, inside, c, channels, stride, CH, W)
-        tl.store(last + place, value.to(last.dtype.element_ty), mask=mask)
-    else:
-        t = begin - (W - 1) + i
-        grad = pulled(weight, dz, dlast, t, r, begin, end, inside, c, channels, CH, W)
-        tl.store(dstate + place, grad.to(dstate.dtype.element_ty), mask=mask)
+    grad = pulled(weight, dz, dlast, begin - (W - 1) + i, r, begin, end, inside, c, channels, CH, W)
+    there = dstate + (r * (W - 1) + i)[:, None] * CH + c[None, :]
+    tl.store(there, grad.to(dstate.dtype.element_ty), mask=inside[:, None] & channels[None, :])
 
 
 def _owner(cu_seqlens: Tensor | None, tokens: int) -> tuple[Tensor | None, Tensor | None]:
@@ -181,16 +216,20 @@ def _forward(
     y, last = _shapes(x, weight, bias, state, cu_seqlens, activation)
     blocks = triton.cdiv(CH, CHANNELS)
     if y.numel():
-        owner, bounds = _owner(cu_seqlens, B * T)
-        forward_kernel[(triton.cdiv(B * T, TOKENS), blocks)](
-            x, weight, bias, state, y, owner, bounds, B * T, T, CH, x.stride(1),
-            W=W, SILU=activation, BT=TOKENS, BC=CHANNELS, num_warps=WARPS,
+        owner, bounds = _owner(cu_seqlens, T)
+        BC = min(WIDE, triton.next_power_of_2(CH))
+        tiles, across = triton.cdiv(T, TALL), triton.cdiv(CH, BC)
+        steps = max(1, min(STEPS, B * tiles * across // FULL))
+        parts = triton.cdiv(tiles, steps)
+        forward_kernel[(B * parts, across)](
+            x, weight, bias, y, owner, bounds, T, CH, x.stride(1), parts, steps,
+            W=W, SILU=activation, BT=TALL, BC=BC, num_warps=WARPS,
         )  # fmt: skip
     if last.numel():
         bounds = None if cu_seqlens is None else cu_seqlens.long()
-        state_kernel[(len(last), blocks)](
-            x, weight, state, None, None, last, None, bounds, T, CH, x.stride(1),
-            W=W, BC=CHANNELS, BW=triton.next_power_of_2(W), num_warps=WARPS,
+        edge_kernel[(len(last), blocks)](
+            x, weight, bias, state, y, last, bounds, T, CH, x.stride(1),
+            W=W, SILU=activation, BC=CHANNELS, BW=triton.next_power_of_2(W), num_warps=WARPS,
         )  # fmt: skip
     return y, last
 
@@ -233,9 +272,7 @@ def _backward(
             weight, dz, dlast, dx, owner, bounds, B * T, T, CH, W=W, BT=TOKENS, BC=CHANNELS, num_warps=WARPS
         )
     if dstate.numel():
-        state_kernel[(len(dstate), blocks)](
-            x, weight, state, dz, dlast, None, dstate, bounds, T, CH, x.stride(1), W=W, BC=CHANNELS, BW=width, num_warps=WARPS
-        )
+        state_kernel[(len(dstate), blocks)](weight, dz, dlast, dstate, bounds, T, CH, W=W, BC=CHANNELS, BW=width, num_warps=WARPS)
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype if bias is None else bias.dtype), dstate
 
 
