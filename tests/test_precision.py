@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights.precision import Float32Linear, Float32Module, at_least_float32, float32_parameters
+from fastweights.precision import Float32Linear, Float32Module, at_least_float32, digits, float32_parameters
 
 
 class Block(nn.Module):
@@ -97,3 +97,13 @@ def test_float32_parameters_are_listed_by_name():
 def test_at_least_float32():
     for dtype, expected in ((torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         assert at_least_float32(torch.ones(2, dtype=dtype)).dtype == expected
+
+
+def test_three_numbers_of_bfloat16_are_a_float32():
+    """To the last digit, so that products of bfloat16 operands with them have lost nothing before they are added up."""
+    x = torch.cat([torch.randn(500) * 10.0 ** torch.randint(-20, 20, (500,)), torch.tensor([0.0, -0.0, 1.0, 1 / 3, -(2.0**-100)])])
+    parts = digits(x)
+    assert parts.dtype == torch.bfloat16 and parts.shape == (3, len(x))
+    assert torch.equal(parts.double().sum(0), x.double())
+    assert (parts[0].abs() >= parts[1].abs()).all() and (parts[1].abs() >= parts[2].abs()).all()
+    assert torch.equal(torch.compile(digits, backend="aot_eager")(x), parts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn import functional as F
 
+from fastweights.layers.silu import silu
 from fastweights.notation import Hidden
 
 
@@ -18,4 +18,4 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastweights.layers.silu import silu
 from fastweights.precision import Float32Module, at_least_float32
 
 
@@ -26,9 +27,13 @@ class RMSNorm(Float32Module):
 
     def forward(self, x: Float[Tensor, "*batch size"], gate: Float[Tensor, "*batch size"] | None = None) -> Float[Tensor, "*batch size"]:
         y = at_least_float32(x)
-        y = F.rms_norm(y, (self.size,), self.weight.to(y.dtype), self.eps)
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            # Written out, so that a sum in front of it, which others need too, is stored on the way.
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(y.dtype)
+        else:
+            y = F.rms_norm(y, (self.size,), self.weight.to(y.dtype), self.eps)
         if gate is not None:
-            y = y * F.silu(at_least_float32(gate))
+            y = y * silu(at_least_float32(gate))
         return y.to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ from fastweights.ops.conv.causal import causal_conv, causal_conv_step_
 from fastweights.ops.delta.ccq_step import delta_ccq_step_
 from fastweights.ops.dispatch import decay, decay_step_, delta, delta_step_, explain
 from fastweights.ops.functional import decay_memory, delta_memory
+from fastweights.ops.token.head_dots import head_dots
 
 __all__ = [
     "causal_conv",
@@ -19,4 +20,5 @@ __all__ = [
     "delta_memory",
     "delta_step_",
     "explain",
+    "head_dots",
 ]

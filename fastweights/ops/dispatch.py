@@ -39,7 +39,7 @@ FEW = 4
 UNPROVEN = {("decay", "chunk")}
 """Twins whose tests have not all passed on a card yet (docs/kernels.md): they run where they are asked for by name."""
 
-_PACKAGES = {name: importlib.import_module(f"fastweights.ops.{name}") for name in ("delta", "decay", "ccq", "conv")}
+_PACKAGES = {name: importlib.import_module(f"fastweights.ops.{name}") for name in ("delta", "decay", "ccq", "conv", "token")}
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("delta", "reference"): reference_delta,

@@ -24,7 +24,6 @@ from fastweights import ops
 from fastweights.notation import CCQState, Coefficients, CuSeqlens, Key, PerHead, Query
 from fastweights.ops.heads import as_written
 from fastweights.options import check_between, check_choice
-from fastweights.precision import at_least_float32
 from fastweights.read.base import ReadRule, Write
 
 
@@ -91,12 +90,11 @@ class CCQ(ReadRule):
 
     def strength(self, q: Query, query_scale: PerHead | None) -> PerHead:
         """λ ``[B, T, Hk]``, float32."""
-        q = at_least_float32(q)
-        logit = (q * self.lambda_weight.to(q.dtype)).sum(-1)  # a product and a sum: autocast would round a matmul
+        logit = ops.head_dots(q, self.lambda_weight)
         if query_scale is not None:
             logit = logit * query_scale
-        lam = (logit + self.lambda_bias.to(q.dtype)).sigmoid()
-        return lam if self.log_strength is None else math.sqrt(self.head_k_dim) * self.log_strength.to(q.dtype).exp() * lam
+        lam = (logit + self.lambda_bias.to(logit.dtype)).sigmoid()
+        return lam if self.log_strength is None else math.sqrt(self.head_k_dim) * self.log_strength.to(logit.dtype).exp() * lam
 
     def operands(self, q: Query, coef: Coefficients) -> tuple[PerHead, PerHead | None, PerHead | None]:
         """λ, the scale of the keys that Σ is of (before ``unit_keys``), and by what log_decay Σ forgets (None: not at all)."""

@@ -8,14 +8,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from fastweights import ops
 from fastweights.notation import Coefficients, Hidden, Key, PerHead, Query, Value
 from fastweights.options import build_options
-from fastweights.precision import Float32Module, at_least_float32
+from fastweights.precision import Float32Module
 
 
 def inverse_norm(x: Tensor, eps: float) -> Tensor:
     """1/√(‖x‖² + ε) over the last dimension, in float32 (float64 for float64). ε is in the sum, so a zero vector gives 1/√ε."""
-    return torch.rsqrt(at_least_float32(x).square().sum(-1) + eps)
+    return torch.rsqrt(ops.head_dots(x) + eps)
 
 
 class WriteRule(Float32Module):

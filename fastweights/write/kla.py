@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastweights import ops
 from fastweights.notation import Coefficients, Key, PerHead, Value
 from fastweights.options import check_between, check_choice, check_flag
-from fastweights.precision import Float32Linear, at_least_float32
+from fastweights.precision import Float32Linear, at_least_float32, for_gates
 from fastweights.write.base import WriteRule, inverse_norm
 from fastweights.write.mamba_decay import MambaDecay
 
@@ -108,9 +109,9 @@ class KLA(WriteRule):
             nn.init.constant_(self.norm_weight, math.log(math.e - 1))  # softplus⁻¹(1)
 
     def forward(self, x, k, v, position) -> Coefficients:
-        x = at_least_float32(x)  # once for both projections
+        x = for_gates(x)  # once for both projections
         if self.eta_proj is None:
-            eta = x.new_ones(*x.shape[:2], self.num_value_heads)
+            eta = at_least_float32(x.new_ones(*x.shape[:2], self.num_value_heads))
         else:
             logit = self.eta_proj(x)
             eta = self.options.eta_max * logit.sigmoid()
@@ -126,5 +127,4 @@ class KLA(WriteRule):
             return None
         if self.norm_weight is None:
             return inverse_norm(k, self.options.eps)
-        squared = at_least_float32(k).square().sum(-1)
-        return torch.rsqrt(F.softplus(at_least_float32(self.norm_weight)) * squared + self.options.eps)
+        return torch.rsqrt(F.softplus(at_least_float32(self.norm_weight)) * ops.head_dots(k) + self.options.eps)

@@ -14,8 +14,9 @@ import dataclasses
 
 import torch
 
+from fastweights import ops
 from fastweights.notation import Coefficients
-from fastweights.precision import Float32Linear, at_least_float32
+from fastweights.precision import Float32Linear, for_gates
 from fastweights.write.base import WriteRule
 from fastweights.write.mamba_decay import MambaDecay
 
@@ -37,10 +38,10 @@ class Longhorn(WriteRule):
         self.key_scale_per_value_head = self.num_value_heads != self.num_heads
 
     def forward(self, x, k, v, position) -> Coefficients:
-        x = at_least_float32(x)  # once for both projections
+        x = for_gates(x)  # once for both projections
         log_decay, _ = self.decay(x)
         # 1/β = 1 + exp(−logit). Where that would overflow, nothing is written and no gradient is due.
         inverse_beta = 1 + (-self.beta_proj(x)).clamp(max=60).exp()
-        squared = at_least_float32(k).square().sum(-1).repeat_interleave(self.num_value_heads // self.num_heads, dim=2)
+        squared = ops.head_dots(k).repeat_interleave(self.num_value_heads // self.num_heads, dim=2)
         inverse_n = torch.rsqrt(squared + inverse_beta)
         return Coefficients(log_decay=log_decay, key_scale=inverse_n, value_scale=inverse_n)

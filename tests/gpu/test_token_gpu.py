@@ -1,0 +1,36 @@
+"""What is made of each token by itself, on a card: sums over heads, and gates of float32 by the digits."""
+
+import pytest
+import torch
+
+from fastweights.ops.token.head_dots import MANY, head_dots
+from fastweights.precision import Float32Linear
+from tests.ops.grid import compare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("B, T, H, K", [(1, 700, 12, 96), (2, MANY, 3, 256), (3, 65, 1, 20)])
+def test_head_dots(B, T, H, K, weighted, dtype):
+    x = torch.randn(B, T, H * K + 64, device="cuda", dtype=dtype)[..., 64:].unflatten(-1, (H, K))
+    weight = torch.randn(H, K, device="cuda") if weighted else None
+    with torch.no_grad():
+        got, again = head_dots(x, weight), head_dots(x, weight)
+    plain = head_dots(x.detach().requires_grad_(), weight).detach()  # where a gradient may be asked for
+    assert torch.equal(got, again)
+    compare({"y": got}, {"y": plain}, {"y": head_dots(x.double(), weight)})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gates_of_bfloat16_have_the_digits_of_float32(bias):
+    """Twice the error of a float32 product without tensor cores, and what those cut off of sums."""
+    gate = Float32Linear(1536, 12, bias=bias).cuda()
+    x = torch.randn(1, 5000, 1536, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got, few = gate(x), gate(x[:, : MANY - 1])
+        plain, exact = gate(x.float()), gate.double()(x.double())
+    assert got.dtype == torch.float32
+    compare({"y": got}, {"y": plain}, {"y": exact}, few=32)
+    compare({"y": few}, {"y": plain[:, : MANY - 1]}, {"y": exact[:, : MANY - 1]})
