@@ -2,9 +2,8 @@
 
     z_t = bias + Σ_{w<W} weight_w ∘ x_{t-(W-1)+w},   y = silu(z)
 
-A tap that falls before its document's first token reads the state. The backward makes z again from x, so nothing but operands is kept; it
-writes dz in float32 and reads it W times from the cache, since to make it anew for each tap costs W² loads a number.
-State rows are tokens −(W−1) … −1 of their document, and get their gradient as tokens do.
+A tap that falls before its document's first token reads the state. The backward (`backward_triton`) makes z again from x, so nothing but
+operands is kept.
 """
 
 # No `from __future__ import annotations` here: a custom op reads its types from them, and the tests' shape checker hides their names.
@@ -14,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, CHANNELS, WARPS = 32, 128, 4
-"""The tile of one program of the backward, and of a document's edges."""
+from fastweights.ops.conv.backward_triton import gradient_kernel, state_gradient_kernel
+
+CHANNELS, WARPS = 128, 4
+"""Channels of one program of the backward, and of a document's edges; warps of the forward."""
 TALL, WIDE, STEPS, FULL = 16, 256, 8, 1024
 """Tokens and channels of the forward's tile; how many tiles a program does at most, and how many programs are enough."""
-ROWS, STRETCH = 8, 256
-"""Tokens at a time in the programs that add up the gradients of weight and bias, and all of one program. These have one warp, so that a sum
-over tokens is a few additions and no barrier."""
+STRETCH, UNROLL = 128, 8
+"""Tokens of one program of the backward, and how many of them it loads at once. It has one warp: there is nothing to share."""
 
 
 @triton.jit
@@ -112,81 +112,6 @@ def edge_kernel(
     tl.store(y + t[:, None] * CH + c[None, :], z.to(y.dtype.element_ty), mask=inside[:, None] & channels[None, :])
 
 
-@triton.jit
-def pulled(weight, dz, dlast, t, r, begin, end, inside, c, channels, CH, W: tl.constexpr):
-    """The gradient of the inputs at tokens t, of which those before ``begin`` are state."""
-    total = tl.zeros([t.shape[0], c.shape[0]], tl.float32)
-    for w in tl.static_range(W):
-        s = t + (W - 1 - w)
-        there = inside & (s >= begin) & (s < end)
-        grad = tl.load(dz + s[:, None] * CH + c[None, :], mask=there[:, None] & channels[None, :], other=0.0)
-        total += tl.load(weight + c * W + w, mask=channels, other=0.0).to(tl.float32)[None, :] * grad
-    if dlast is not None:
-        place = t - end + (W - 1)
-        last = (inside & (place >= 0))[:, None] & channels[None, :]
-        total += tl.load(dlast + (r * (W - 1) + place)[:, None] * CH + c[None, :], mask=last, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def preactivation_gradient_kernel(
-    x, weight, bias, state, dy, dz, dweight, dbias, owner, bounds, tokens, T, CH, stride, dy_stride,
-    W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """dz of STEPS·BT tokens, and what they add to dweight ``[stretches, CH, W]`` and dbias ``[stretches, CH]``."""
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    channels = c < CH
-    taps = tl.arange(0, BW)
-    sum_w = tl.zeros([BW, BC], tl.float32)
-    sum_b = tl.zeros([BC], tl.float32)
-    for step in range(STEPS):
-        t = (tl.program_id(0).to(tl.int64) * STEPS + step) * BT + tl.arange(0, BT)
-        inside = t < tokens
-        t = tl.where(inside, t, 0)
-        r, begin, _ = document_of(t, owner, bounds, T)
-        mask = inside[:, None] & channels[None, :]
-        grad = tl.load(dy + t[:, None] * dy_stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        if SILU:
-            z = preactivation(x, weight, bias, state, t, r, begin, inside, c, channels, stride, CH, W)
-            s = tl.sigmoid(z)
-            grad *= s * (1.0 + z * (1.0 - s))
-        tl.store(dz + t[:, None] * CH + c[None, :], grad, mask=mask)
-        sum_b += tl.sum(grad, 0)
-        for w in tl.static_range(W):
-            share = tl.sum(grad * tap(x, state, t - (W - 1) + w, r, begin, inside, c, channels, stride, CH, W), 0)
-            sum_w += tl.where(taps[:, None] == w, share[None, :], 0.0)
-    place = tl.program_id(0).to(tl.int64) * CH + c
-    tl.store(dweight + place[None, :] * W + taps[:, None], sum_w, mask=(taps < W)[:, None] & channels[None, :])
-    tl.store(dbias + place, sum_b, mask=channels)
-
-
-@triton.jit
-def input_gradient_kernel(
-    weight, dz, dlast, dx, owner, bounds, tokens, T, CH, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, channels = t < tokens, c < CH
-    t = tl.where(inside, t, 0)
-    r, begin, end = document_of(t, owner, bounds, T)
-    grad = pulled(weight, dz, dlast, t, r, begin, end, inside, c, channels, CH, W)
-    tl.store(dx + t[:, None] * CH + c[None, :], grad.to(dx.dtype.element_ty), mask=inside[:, None] & channels[None, :])
-
-
-@triton.jit
-def state_kernel(weight, dz, dlast, dstate, bounds, T, CH, W: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr):
-    """The gradient of one document's state."""
-    r = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    i = tl.arange(0, BW)
-    channels, inside = c < CH, i < W - 1
-    begin = r * T if bounds is None else tl.load(bounds + r)
-    end = begin + T if bounds is None else tl.load(bounds + r + 1)
-    grad = pulled(weight, dz, dlast, begin - (W - 1) + i, r, begin, end, inside, c, channels, CH, W)
-    there = dstate + (r * (W - 1) + i)[:, None] * CH + c[None, :]
-    tl.store(there, grad.to(dstate.dtype.element_ty), mask=inside[:, None] & channels[None, :])
-
-
 def _owner(cu_seqlens: Tensor | None, tokens: int) -> tuple[Tensor | None, Tensor | None]:
     """The document of every token, and the bounds, int64."""
     if cu_seqlens is None:
@@ -257,22 +182,20 @@ def _backward(
     dlast = None if dlast is None or W == 1 else dlast.contiguous()
     dx = torch.empty(B, T, CH, dtype=x.dtype, device=x.device)
     dstate = torch.empty_like(x.new_empty(0) if state is None else state)
-    steps = min(STRETCH // ROWS, triton.next_power_of_2(max(1, triton.cdiv(B * T, ROWS))))
-    blocks, parts = triton.cdiv(CH, CHANNELS), triton.cdiv(B * T, steps * ROWS)
+    bounds = None if cu_seqlens is None else cu_seqlens.long()
+    stretch = min(STRETCH, UNROLL * triton.next_power_of_2(max(1, triton.cdiv(B * T, UNROLL))))
+    blocks, parts = triton.cdiv(CH, CHANNELS), triton.cdiv(B * T, stretch)
     dweight, dbias = weight.new_empty(parts, CH, W, dtype=torch.float32), weight.new_empty(parts, CH, dtype=torch.float32)
-    owner, bounds = _owner(cu_seqlens, B * T)
-    width = triton.next_power_of_2(W)
-    dz = x.new_empty(B, T, CH, dtype=torch.float32)
     if dx.numel():
-        preactivation_gradient_kernel[(parts, blocks)](
-            x, weight, bias, state, dy, dz, dweight, dbias, owner, bounds, B * T, T, CH, x.stride(1), dy.stride(1),
-            W=W, SILU=activation, BT=ROWS, BC=CHANNELS, STEPS=steps, BW=width, num_warps=1,
+        gradient_kernel[(parts, blocks)](
+            x, weight, bias, state, dy, dlast, dx, dweight, dbias, bounds, B if bounds is None else len(bounds) - 1, B * T, T, CH,
+            x.stride(1), dy.stride(1), W=W, SILU=activation, BC=CHANNELS, STRETCH=stretch, UNROLL=UNROLL, num_warps=1,
         )  # fmt: skip
-        input_gradient_kernel[(triton.cdiv(B * T, TOKENS), blocks)](
-            weight, dz, dlast, dx, owner, bounds, B * T, T, CH, W=W, BT=TOKENS, BC=CHANNELS, num_warps=WARPS
-        )
     if dstate.numel():
-        state_kernel[(len(dstate), blocks)](weight, dz, dlast, dstate, bounds, T, CH, W=W, BC=CHANNELS, BW=width, num_warps=WARPS)
+        state_gradient_kernel[(len(dstate), blocks)](
+            x, weight, bias, state, dy, dlast, dstate, bounds, T, CH, x.stride(1), dy.stride(1),
+            W=W, SILU=activation, BC=CHANNELS, num_warps=1,
+        )  # fmt: skip
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype if bias is None else bias.dtype), dstate
 
 
