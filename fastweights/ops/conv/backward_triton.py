@@ -5,7 +5,9 @@ gradients of weight and bias, and to those of the last W inputs, of which the ol
 whose dz its own tokens still need. At a document's first token the window becomes the state, and all inputs before it are complete.
 """
 
-# ruff: noqa: RUF005 - Triton adds tuples and does not unpack them
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+# Triton adds tuples and does not unpack them, and they grow.
 
 from __future__ import annotations
 

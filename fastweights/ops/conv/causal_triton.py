@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.conv.backward_triton import gradient_kernel, state_gradient_kernel
+from fastweights.ops.conv.backward_triton import gradient_kernel, state_gradient_kernel, taps_of
 
 CHANNELS, WARPS = 128, 4
 """Channels of one program of the backward, and of a document's edges; warps of the forward."""
@@ -67,9 +67,7 @@ def forward_kernel(
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     channels = c < CH
     i = tl.arange(0, BT)
-    taps = ()
-    for w in tl.static_range(W):
-        taps = taps + (tl.load(weight + c * W + w, mask=channels, other=0.0).to(tl.float32),)  # noqa: RUF005 - Triton's Python
+    taps, shift = taps_of(weight, bias, c, CH, W)
     x += (tl.program_id(0) // parts).to(tl.int64) * T * stride
     y += (tl.program_id(0) // parts).to(tl.int64) * T * CH
     for step in range(STEPS):
@@ -77,9 +75,7 @@ def forward_kernel(
         t = first + i
         inside = t < T
         place = t if bounds is None else t - tl.load(bounds + tl.load(owner + t, mask=inside, other=0))
-        z = tl.zeros([BT, BC], tl.float32)
-        if bias is not None:
-            z += tl.load(bias + c, mask=channels, other=0.0).to(tl.float32)[None, :]
+        z = tl.zeros([BT, BC], tl.float32) + shift[None, :]
         for w in tl.static_range(W):
             s = tl.minimum(tl.maximum(i + (w - (W - 1)), -first), T - 1 - first)
             value = tl.load(x + first.to(tl.int64) * stride + ((s * stride)[:, None] + c[None, :]), mask=channels[None, :], other=0.0)
