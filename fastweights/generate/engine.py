@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -20,8 +20,8 @@ from fastweights.generate.passes import Passes
 from fastweights.generate.prefixes import Prefixes
 from fastweights.generate.prompts import Tokens, check_prompt, end_tokens, joined, prompt_tokens
 from fastweights.generate.reading import Reading, begin, default_chunk
-from fastweights.generate.request import Completion, FinishReason, Request
-from fastweights.generate.rows import FAILED, Rows
+from fastweights.generate.request import Completion, FinishReason, Request, ask
+from fastweights.generate.rows import FAILED, Launched, Rows
 from fastweights.generate.sampling import Sampling
 from fastweights.generate.snapshot import Snapshot, describe, model_fingerprint, seen_tokens
 from fastweights.models import FastWeightsForCausalLM
@@ -88,6 +88,8 @@ class Engine:
         self._incoming: Request | None = None
         """The one whose prompt is being read."""
         self._active: dict[int, Request] = {}
+        self._under_way: tuple[dict[int, Request], Launched | None] | None = None
+        """The step that was launched and not read yet."""
         self._torn = False
         """Was a step left half-way, so that rows may not stand where the tokens of their requests say?"""
 
@@ -112,7 +114,7 @@ class Engine:
             ValueError: for a prompt, settings or snapshot that this engine cannot take.
             QueueFull: if as many requests are waiting as may.
         """
-        request = self._request(prompt, sampling, after, keep)
+        request = ask(self, prompt, sampling, after, keep)
         with self.turn:
             if not self._enqueue(request):
                 raise QueueFull(f"{len(self._waiting)} requests are waiting, and queue={self.queue} may; ask again when some are done")
@@ -135,7 +137,7 @@ class Engine:
         every = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(every) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(every)} settings; give one Sampling, or one a prompt")
-        requests = [self._request(prompt, how, after, keep) for prompt, how in zip(prompts, every, strict=True)]
+        requests = [ask(self, prompt, how, after, keep) for prompt, how in zip(prompts, every, strict=True)]
         try:
             for request in requests:
                 self.work_until(lambda request=request: self._enqueue(request))  # type: ignore[misc]
@@ -161,7 +163,7 @@ class Engine:
         ``on_progress`` is called with (tokens read, tokens in all). Raises ValueError as `submit` does.
         """
         tokens = prompt_tokens(text, self.tokenizer, begins=after is None)
-        self._check(tokens, 0, after)
+        self.check(tokens, 0, after)
         seen = seen_tokens(self.model, tokens, after)
         tokens = tokens if after is None else joined(after.pending, tokens)
         reading = begin(self.passes, self.prefill_chunk, tokens, after, self.prefixes)
@@ -299,25 +301,38 @@ class Engine:
             ahead = {
                 row: found
                 for row, request in self._active.items()
-                if request.lookup is not None and (found := self._ahead(row, request, request.lookup)) is not None
+                if request.lookup is not None and not self._under_way and (found := self._ahead(row, request, request.lookup)) is not None
             }
-            behind = [row for row in self._active if row not in ahead]
-            output = self.rows.step(all(request.sampling.plain for request in self._active.values())) if behind else []
+            behind, launched = self._under_way or self._launch(ahead)
+            self._under_way = self._launch() if self._runs_ahead() else None  # so that the device does not wait for what follows
+            output = launched.read() if launched is not None else []
             for row, (states, token, _) in ahead.items():  # only now, as the step has moved every row
                 self.rows.put_states(row, states, token)
             with self.turn:
                 ended = {row: last for row, (_, _, last) in ahead.items()}
-                for row in behind:
-                    ended[row] = output[row] == FAILED or self._active[row].add(output[row], self.eos)
+                for row, request in behind.items():
+                    if self._active.get(row) is request:  # not if it ended, or another took its row, since the launch
+                        ended[row] = output[row] == FAILED or request.add(output[row], self.eos)
         except Exception as error:
             self._recover(error)
             return
         self._torn, self._on_trial = False, None
         for row in [row for row, last in ended.items() if last]:
-            if row in behind and output[row] == FAILED:
+            if row not in ahead and output[row] == FAILED:
                 self._finish(self._active[row], "error", FloatingPointError("the model gave logits that are not finite"))
             else:
                 self._leave(row)
+
+    def _launch(self, ahead: Collection[int] = ()) -> tuple[dict[int, Request], Launched | None]:
+        """A step, if it is one for a row that is not in ``ahead``; and whose tokens it brings."""
+        behind = {row: request for row, request in self._active.items() if row not in ahead}
+        return behind, self.rows.launch(all(r.sampling.plain for r in self._active.values())) if behind else None
+
+    def _runs_ahead(self) -> bool:
+        """May the rows take a step more before the last one is read? Not where their state is wanted, nor when all end with this one."""
+        requests = self._active.values()
+        exact = self._on_trial is None and not self.prefixes.capacity and all(request.may_run_ahead for request in requests)
+        return self.rows.run_ahead and exact and any(len(r.tokens) + 1 < r.sampling.max_new_tokens for r in requests)
 
     def _recover(self, error: Exception | None = None) -> None:
         """A step was left half-way, and no row can be trusted: read all again from their tokens, one at a time until each has stepped;
@@ -336,7 +351,7 @@ class Engine:
             self._on_trial = None
             self.turn.notify_all()
         self.rows.clear()
-        self._torn = False
+        self._under_way, self._torn = None, False
 
     def _ahead(self, row: int, request: Request, lookup: Lookup) -> tuple[list[LayerState], int, bool] | None:
         """Several tokens at once for a row that speculates: (its states, the token to read next, is that the last?); None for no guess."""
@@ -378,21 +393,8 @@ class Engine:
 
     # What a request may be. -----------------------------------------------------------------------------------------------------------
 
-    def _request(self, prompt: str | Sequence[int], sampling: Sampling, after: Snapshot | None, keep: bool) -> Request:
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop={sampling.stop} needs text, and this engine has no tokenizer")
-        tokens = prompt_tokens(prompt, self.tokenizer, begins=after is None)
-        self._check(tokens, sampling.max_new_tokens, after)
-        seed = sampling.seed
-        if seed is None:
-            seed = 0 if sampling.temperature == 0 else int(torch.randint(2**63 - 1, ()))
-        return Request(self, tokens, sampling, seed, after, keep)
-
-    def _check(self, tokens: Tokens, new: int, after: Snapshot | None) -> None:
+    def check(self, tokens: Tokens, new: int, after: Snapshot | None) -> None:
+        """ValueError unless ``tokens`` can be read after a snapshot, and answered with ``new`` ones."""
         if after is not None:
-            self.check_snapshot(after)
+            after.check_model(self.model, self.fingerprint)
         check_prompt(tokens, new, 0 if after is None else len(after), self.model.config.vocab_size, self.max_context)
-
-    def check_snapshot(self, snapshot: Snapshot) -> None:
-        """ValueError unless this engine's model has read it."""
-        snapshot.check_model(self.model, self.fingerprint)

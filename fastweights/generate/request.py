@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from fastweights.generate.lookup import Lookup
-from fastweights.generate.prompts import Tokens, joined
+from fastweights.generate.prompts import Tokens, joined, prompt_tokens
 from fastweights.generate.reading import Reading
 from fastweights.generate.sampling import Sampling
 from fastweights.generate.snapshot import Snapshot, describe, seen_tokens
@@ -56,11 +58,12 @@ class Request:
         engine: Engine,
         prompt: Tokens,
         sampling: Sampling,
-        seed: int,
         after: Snapshot | None,
         keep: bool,
     ) -> None:
-        self._engine, self.sampling, self.seed, self.keep = engine, sampling, seed, keep
+        self._engine, self.sampling, self.keep = engine, sampling, keep
+        drawn = sampling.seed is None and sampling.temperature > 0
+        self.seed = int(torch.randint(2**63 - 1, ())) if drawn else sampling.seed or 0
         self.prompt, self.after = prompt, after
         self.tokens: list[int] = []
         self.error: Exception | None = None
@@ -164,6 +167,11 @@ class Request:
             return False
         return True
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """The engine's: may its row have taken more tokens than have been read? Not if anybody wants its state."""
+        return not self.keep and self.lookup is None
+
     def remember(self, states: Sequence[LayerState]) -> None:
         """The engine's: keep what was asked for of ``states``, those before the last token is read."""
         engine, tokens = self._engine, self.text
@@ -200,3 +208,12 @@ class Request:
         self._push()
         self._popped = len(self.tokens)
         return "" if self._text is None else self._text.pop(final=self.done)
+
+
+def ask(engine: Engine, prompt: str | Sequence[int], sampling: Sampling, after: Snapshot | None, keep: bool) -> Request:
+    """ValueError for what the engine cannot take."""
+    if sampling.stop and engine.tokenizer is None:
+        raise ValueError(f"stop={sampling.stop} needs text, and this engine has no tokenizer")
+    tokens = prompt_tokens(prompt, engine.tokenizer, begins=after is None)
+    engine.check(tokens, sampling.max_new_tokens, after)
+    return Request(engine, tokens, sampling, after, keep)

@@ -8,6 +8,7 @@ CPU it is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +22,20 @@ from fastweights.models.cache import LayerState, map_state
 
 FAILED = -1
 """Takes the place of a token whose logits were not all finite."""
+
+
+class Launched(NamedTuple):
+    """A step that was launched, and may still be under way."""
+
+    output: Tensor
+    """What the host is told of each row, on the host, once `done`."""
+    done: torch.cuda.Event | None
+
+    def read(self) -> list[int]:
+        """Each row's next token, or `FAILED`; waits for it."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.output.tolist()
 
 
 class Rows:
@@ -44,6 +59,10 @@ class Rows:
         self.dials = Dials.of(count, device)
         self.output = torch.zeros(count, dtype=torch.int64, device=device)
         self.graphs = {plain: self._capture(plain) for plain in (True, False)} if device.type == "cuda" else {}
+        self.run_ahead = bool(self.graphs)
+        """Does it pay to launch a step before the last one was read?"""
+        self._places = [(self.output.cpu().pin_memory(), torch.cuda.Event()) for _ in self.graphs]
+        """Where the host finds what two steps under way tell it, by turns."""
 
     def put(
         self,
@@ -79,12 +98,20 @@ class Rows:
 
     def step(self, plain: bool) -> list[int]:
         """Every row reads its token and gets the next one, or `FAILED`. ``plain``: each row takes the likeliest."""
-        if self.graphs:
-            with torch.cuda.device(self.token.device):
-                self.graphs[plain].replay()
-        else:
+        return self.launch(plain).read()
+
+    def launch(self, plain: bool) -> Launched:
+        """`step` without waiting for it. At most two may be unread, as each needs a place to be told in."""
+        if not self.graphs:
             self._step(plain)
-        return self.output.tolist()
+            return Launched(self.output.clone(), None)
+        self._places.reverse()
+        output, done = self._places[0]
+        with torch.cuda.device(self.token.device):
+            self.graphs[plain].replay()
+            output.copy_(self.output, non_blocking=True)
+            done.record()
+        return Launched(output, done)
 
     def _step(self, plain: bool) -> None:
         logits = self.passes.step_(self.token, self.states)

@@ -67,7 +67,7 @@ def prepare(model: str, settings: GenerateSettings) -> Writer:
         max_context=SOFTMAX_CONTEXT if full and settings.max_context is None else settings.max_context,
     )
     if memory is not None:
-        engine.check_snapshot(memory)
+        memory.check_model(engine.model, engine.fingerprint)
     return Writer(engine, sampling, settings, prompt, to_remember, memory)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastweights.generate import Engine, QueueFull, Request, Sampling
-from fastweights.generate.rows import Rows
+from fastweights.generate.rows import Launched, Rows
 from fastweights.generate.text import TextStream
 from fastweights.train.tokenizer import byte_tokenizer
 from tests.generate.common import assert_greedy, engine, generated, greedy, model, prompt, text_engine
@@ -23,8 +23,10 @@ def unique(n) -> list[int]:
 
 
 @pytest.mark.full
-def test_sixty_four_at_once_a_quarter_cancelled_and_impossible_ones_between():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_sixty_four_at_once_a_quarter_cancelled_and_impossible_ones_between(ahead):
     decoder = engine(rows=8, queue=64)
+    decoder.rows.run_ahead = ahead
     answers, refused, lock = {}, [], threading.Lock()
 
     def ask(n):
@@ -63,6 +65,37 @@ def test_sixty_four_at_once_a_quarter_cancelled_and_impossible_ones_between():
         else:
             assert_greedy(model(), unique(n), answer, 12)
     assert len({answer.tokens for answer in answers.values()}) > 50, "answers that are alike could be mixed up unseen"
+
+
+def test_a_step_ahead_changes_no_answer(monkeypatch):
+    """As on a GPU, where the next step is launched before the last one is read: rows that end early or late, that others take over at once,
+    that are sampled, cancelled, kept or guessed ahead in between."""
+    launches = []
+    monkeypatch.setattr(Rows, "launch", lambda self, plain, launch=Rows.launch: launches.append(plain) or launch(self, plain))
+    eos = generated(model(), unique(3), 6)[3]  # one of them ends by itself
+    asked = [Sampling(max_new_tokens=3 + n % 5, temperature=float(n % 3 == 1), seed=n) for n in range(9)]
+    runs = []
+    for ahead in (True, False):
+        decoder = engine(rows=2)
+        decoder.rows.run_ahead, decoder.eos = ahead, frozenset([eos])
+        requests = [decoder.submit(unique(n), how) for n, how in enumerate(asked)]
+        kept = decoder.submit(unique(20), greedy(4), keep=True)
+        requests += [kept, decoder.submit(unique(3), greedy(9)), decoder.submit(unique(21), greedy(6, speculate=2))]
+        left = decoder.submit(unique(22), greedy(50))
+        decoder.work_until(lambda left=left: len(left.tokens) > 5)
+        left.cancel()
+        runs.append([(answer.tokens, answer.finish_reason, answer.error) for answer in [request.result() for request in requests]])
+        more = decoder.submit([5], greedy(3), after=kept.snapshot).result()
+        runs[-1].append((more.tokens, more.finish_reason, more.error))
+        assert not decoder.busy
+    assert runs[0] == runs[1]
+    assert {reason for _, reason, _ in runs[0]} == {"length", "eos"}
+    ahead_of_time = len(launches)
+    decoder.submit(unique(1), greedy(7)).result()
+    assert len(launches) == ahead_of_time + 7
+    decoder.rows.run_ahead = True
+    decoder.submit(unique(1), greedy(7)).result()
+    assert len(launches) == ahead_of_time + 14, "when all end with a step, none follows it"
 
 
 def test_a_burst_on_a_full_queue():
@@ -178,7 +211,8 @@ def test_an_interrupt_behind_the_last_token_adds_none(monkeypatch):
 PARTS = {
     Engine: ("_recover", "_drop_cancelled", "_next", "_read", "_join", "_decode", "_ahead", "_leave", "_finish", "_let_go"),
     Request: ("add", "settle", "remember", "finish", "_push"),
-    Rows: ("step", "clear", "put", "put_states", "take"),
+    Rows: ("launch", "clear", "put", "put_states", "take"),
+    Launched: ("read",),
     TextStream: ("push", "_hold", "_slide", "_decode"),
 }
 """What a step is made of. A signal is heard where a call begins and where it has ended."""
@@ -209,24 +243,28 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_an_interrupt_anywhere_in_a_step_costs_nothing(monkeypatch, fails):
-    """Neither an answer, nor a token or piece of text of one, nor a snapshot; also inside of the recovery from an error in a step."""
-    prompts, asked = ["Was für", "so"], [greedy(4, stop=("never",)), greedy(3, speculate=2)]
+@pytest.mark.parametrize(
+    "fails, ahead", [(True, False), *(pytest.param(*how, marks=pytest.mark.full) for how in ((False, False), (True, True)))]
+)
+def test_an_interrupt_anywhere_in_a_step_costs_nothing(monkeypatch, fails, ahead):
+    """Neither an answer, nor a token or piece of text of one, nor a snapshot; also inside of the recovery from an error in a step, and
+    where the rows have gone on ahead."""
+    prompts, asked = ["Was für", "so"], [greedy(4, stop=("never",)), greedy(3, speculate=0 if ahead else 2)]
     interrupts = Interrupts(monkeypatch)
 
     def ask():
-        decoder, failed = text_engine(rows=2, prefixes=2), []
-        step = decoder.rows.step
+        decoder, failed = text_engine(rows=2, prefixes=0 if ahead else 2), []
+        decoder.rows.run_ahead = ahead
+        launch = decoder.rows.launch
 
-        def step_or_fail(plain):
+        def launch_or_fail(plain):
             if fails and len(decoder._active) == 2 and not failed:
                 failed.append(1)
                 raise RuntimeError("out of memory")
-            return step(plain)
+            return launch(plain)
 
-        decoder.rows.step = step_or_fail
-        return decoder, [decoder.submit(p, how, keep=True) for p, how in zip(prompts, asked, strict=True)]
+        decoder.rows.launch = launch_or_fail
+        return decoder, [decoder.submit(p, how, keep=not ahead) for p, how in zip(prompts, asked, strict=True)]
 
     requests = ask()[1]
     interrupts.seen = 0
@@ -242,7 +280,9 @@ def test_an_interrupt_anywhere_in_a_step_costs_nothing(monkeypatch, fails):
         for request, whole in zip(requests, expected, strict=True):
             answer = request.result()
             assert (answer.tokens, answer.text, answer.finish_reason) == (whole.tokens, whole.text, "length")
-            assert answer.error is None and answer.snapshot is not None
+            assert answer.error is None and (answer.snapshot is None) == ahead
+            if ahead:
+                continue
             assert (answer.snapshot.read, answer.snapshot.pending) == (whole.snapshot.read, whole.snapshot.pending)
             for kept, right in zip(answer.snapshot.states, whole.snapshot.states, strict=True):
                 for x, y in zip(tensors_of(kept), tensors_of(right), strict=True):
