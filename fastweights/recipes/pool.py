@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import math
 import multiprocessing
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import transformers
@@ -27,6 +29,7 @@ Report = Callable[[str, int, int, str], None]
 """Told (what is being done, how much is done, of how much, a number worth showing)."""
 LINE_SECONDS = 60.0
 """Between two lines about a job, where there is no terminal for bars."""
+_END = object()
 _messages: Any = None
 _stop: Any = None
 _pids: Any = None
@@ -44,31 +47,87 @@ class Work(Protocol):
         """The row, or None if `should_stop` ended it: a later call goes on."""
 
 
-def run_jobs(jobs: Sequence[Work], *, processes: int, threads: int, console: Console, on_row: Callable[[Row], None]) -> None:
+@runtime_checkable
+class Pausing(Work, Protocol):
+    """What may also be done in turn with others of its kind, by one process."""
+
+    def work(self, report: Report, should_stop: Callable[[], bool]) -> Generator[None, None, Row | None]:
+        """As `run`, pausing now and then."""
+
+
+Result = TypeVar("Result")
+
+
+def finish(work: Generator[None, None, Result]) -> Result:
+    """Go through all pauses."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+def run_jobs(
+    jobs: Sequence[Work],
+    *,
+    processes: int,
+    threads: int,
+    console: Console,
+    on_row: Callable[[Row], None],
+    at_once: int = 1,
+    minutes: float | None = None,
+) -> None:
     """Run every job, `processes` at a time with `threads` each; `on_row` gets each row as it comes.
 
-    The first interrupt (or SIGTERM) lets each job save a checkpoint; a second one does not wait.
+    A single process may do `at_once` of them in turn, if they are `Pausing`. The first interrupt (or SIGTERM) lets each job save a
+    checkpoint; a second one does not wait. After `minutes`, if given, jobs save and end in the same way: those that gave no row are left.
 
     Raises:
         KeyboardInterrupt: it was interrupted.
         CannotDo: a process died, as by a kill for want of memory; the others were ended with it.
         Exception: the first failure of a job, after the others have saved their checkpoints.
     """
+    ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with _board(jobs, console) as report_of, _interrupts(console) as interrupted:
+
+        def should_stop() -> bool:
+            return interrupted() or time.monotonic() > ends
+
         if processes == 1:
             with _threads(threads):
-                for number, job in enumerate(jobs):
-                    row = job.run(report_of(number), interrupted)
-                    if row is None:
-                        break
-                    on_row(row)
+                _run_here(jobs, at_once, report_of, on_row, should_stop)
         else:
-            _run_in_processes(jobs, processes, threads, report_of, on_row, interrupted)
+            _run_in_processes(jobs, processes, threads, report_of, on_row, should_stop)
         if interrupted():
             raise KeyboardInterrupt
 
 
-def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report_of, on_row, interrupted: Callable[[], bool]) -> None:
+def _run_here(jobs: Sequence[Work], at_once: int, report_of, on_row, should_stop: Callable[[], bool]) -> None:
+    failures: list[Exception] = []
+
+    def ending() -> bool:
+        return bool(failures) or should_stop()
+
+    def work(number: int, job: Work) -> Generator[None, None, None]:
+        try:
+            report = report_of(number)
+            row = (yield from job.work(report, ending)) if isinstance(job, Pausing) else job.run(report, ending)
+        except Exception as failure:
+            failures.append(failure)
+        else:
+            if row is not None:
+                on_row(row)
+
+    waiting, running = deque(enumerate(jobs)), list[Generator]()
+    while running or (waiting and not ending()):
+        while waiting and len(running) < at_once and not ending():
+            running.append(work(*waiting.popleft()))
+        running = [one for one in running if next(one, _END) is not _END]
+    if failures:
+        raise failures[0]
+
+
+def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report_of, on_row, should_stop: Callable[[], bool]) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
     messages, stop, pids = context.Queue(), context.Event(), context.Array("i", len(jobs))
     failure: BaseException | None = None
@@ -85,7 +144,7 @@ def _run_in_processes(jobs: Sequence[Work], processes: int, threads: int, report
                         failure = failure or error
                     elif (row := future.result()) is not None:
                         on_row(row)
-                if failure is not None or interrupted():
+                if failure is not None or should_stop():
                     stop.set()
         except KeyboardInterrupt:  # the second
             for child in multiprocessing.active_children():

@@ -1,4 +1,5 @@
-"""One model of a task comparison, from nothing to its result row. Runs in a process of its own or in the caller's."""
+"""One model of a task comparison, from nothing to its result row. Runs in a process of its own or in the caller's, alone or in turn with
+others: its generators pause after every step."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastweights.evaluate.accuracy import accuracy
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
-from fastweights.recipes.pool import Report
+from fastweights.recipes.pool import Report, finish
 from fastweights.recipes.settings import Variant
+from fastweights.recipes.task_examples import Asked, examples
 from fastweights.recipes.task_presets import TaskSettings
 from fastweights.records import provenance
-from fastweights.tasks import Batch, generator
+from fastweights.tasks import generator
 from fastweights.tasks.base import IGNORE
-from fastweights.tasks.draw import words
+from fastweights.train.repeated import Repeated
 
 CHECKPOINT_SECONDS = 30.0
 """At least so long between two checkpoints of a run: what a kill may cost."""
@@ -74,6 +75,12 @@ class TaskJob:
     """``cpu`` or ``cuda``."""
     save: bool = False
     """Leave the trained model in `saved`."""
+    graphs: bool = False
+    """Repeat steps as CUDA graphs."""
+    at_once: int = 1
+    """How many models share the device: seconds are to be read with that in mind."""
+    drawers: int = 0
+    """Processes that draw its examples ahead of time; 0: they are drawn here, step by step."""
 
     @property
     def key(self) -> str:
@@ -115,9 +122,13 @@ class TaskJob:
 
     def run(self, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """Train (or go on), measure. None if `should_stop` ended it: a later call goes on."""
+        return finish(self.work(report, should_stop))
+
+    def work(self, report: Report, should_stop: Callable[[], bool]) -> Generator[None, None, dict[str, Any] | None]:
+        """`run`, pausing after every step."""
         settings, model = self.settings, self.model()
         nn.Module.to(model, self.device)
-        trained = train_on_task(self, model, report=report, should_stop=should_stop)
+        trained = yield from train_on_task(self, model, report=report, should_stop=should_stop)
         if trained is None:
             return None
         total, done = settings.samples * len(settings.evaluate), 0
@@ -132,6 +143,7 @@ class TaskJob:
             rows.append(row)
             if should_stop():
                 return None
+            yield
         if self.save:
             model.save_pretrained(self.saved)
         self.checkpoint.unlink(missing_ok=True)
@@ -149,6 +161,7 @@ class TaskJob:
             "state_floats": state_floats(model),
             "steps": last.step,
             "seconds": last.seconds,
+            "at_once": self.at_once,
             "train_accuracy": last.accuracy,
             "reached": trained.reached,
             "diverged": trained.diverged,
@@ -164,59 +177,86 @@ def train_on_task(
     *,
     report: Report = lambda *told: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Trained | None:
-    """Train ``model`` in place on fresh examples, going on from the job's checkpoint if it exists.
+) -> Generator[None, None, Trained | None]:
+    """Train ``model`` in place on fresh examples, going on from the job's checkpoint if it exists. Pauses after every step.
 
-    Ends at the last step; at a window in which every task reaches ``stop_at``; or at one whose loss is not finite. None if `should_stop`,
-    asked after every window, ended it. Either way the checkpoint then holds all of it.
+    Ends at the last step; at a window in which every task reaches ``stop_at``; or at one whose loss is not finite. Returns None if
+    `should_stop`, asked after every window, ended it. Either way the checkpoint then holds all of it.
     """
-    settings = job.settings
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=job.learning_rate, betas=settings.betas)
-    rng, trained = generator(job.seed), Trained([], reached=False, diverged=False)
+    settings, window = job.settings, _Window(job.settings, job.device)
+    optimizer = _optimizer(job, model)
+
+    def step(kind: tuple[int, int, int, int], numbers: Tensor) -> None:
+        which, rows, length, _ = kind
+        asked = Asked.unpacked(numbers, rows, length)
+        with torch.autocast(job.device, dtype=torch.bfloat16, enabled=settings.precision == "bf16"):
+            loss, right = ask(model, asked)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        window.add(which, loss.detach(), right, asked.labels != IGNORE)
+
+    state, trained = generator(job.seed).bit_generator.state, Trained([], reached=False, diverged=False)
     began = saved = time.perf_counter()
     if job.checkpoint.exists():
-        rng, trained = _load(job.checkpoint, model, optimizer, job.device)
+        state, trained = _load(job.checkpoint, model, optimizer, job.device)
         began -= trained.curve[-1].seconds
     curve = trained.curve
+    drawn = examples(settings, state, curve[-1].step + 1 if curve else 1, job.drawers)
     model.train()
+    repeated = Repeated(step, job.device, graphs=job.graphs)
     while not (trained.reached or trained.diverged) and (start := curve[-1].step + 1 if curve else 1) <= settings.steps:
-        window = _Window(settings, job.device)
-        for step in range(start, min(start + settings.window, settings.steps + 1)):
-            for group in optimizer.param_groups:
-                group["lr"] = job.learning_rate * learning_rate_factor(settings, step)
-            which = _pick(settings, rng)
-            batch = settings.train[which][0].batch(settings.batch_size, rng)
-            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=settings.precision == "bf16"):
-                loss, right = ask(model, batch, job.device)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
-            window.add(which, loss.detach(), right)
-            report("training", step, settings.steps, f"{curve[-1].accuracy:.1%}" if curve else "")
-        point, reached = window.read(step, time.perf_counter() - began)
-        curve.append(point)
-        trained = Trained(curve, reached, diverged=not math.isfinite(point.loss))
-        stop = should_stop()
-        if stop or time.perf_counter() - saved > CHECKPOINT_SECONDS:
-            _save(job.checkpoint, model, optimizer, rng, trained)
-            saved = time.perf_counter()
+        with repeated.on():
+            window.clear()
+        last = min(start + settings.window - 1, settings.steps)
+        for now in range(start, last + 1):
+            batch = next(drawn)
+            with repeated.on():
+                _set_rate(optimizer, job.learning_rate * learning_rate_factor(settings, now))
+            repeated(batch.kind, torch.from_numpy(batch.numbers))
+            report("training", now, settings.steps, f"{curve[-1].accuracy:.1%}" if curve else "")
+            yield
+        with repeated.on():
+            point, reached = window.read(last, last - start + 1, time.perf_counter() - began)
+            curve.append(point)
+            trained = Trained(curve, reached, diverged=not math.isfinite(point.loss))
+            stop = should_stop()
+            if stop or time.perf_counter() - saved > CHECKPOINT_SECONDS:
+                _save(job.checkpoint, model, optimizer, batch.state, trained)
+                saved = time.perf_counter()
+        state = batch.state
         if stop:
             return None
-    _save(job.checkpoint, model, optimizer, rng, trained)  # an interrupted measurement does not train again
+    optimizer.zero_grad()  # gradients lie in the graphs' memory, which nothing else can use
+    _save(job.checkpoint, model, optimizer, state, trained)  # an interrupted measurement does not train again
     return trained
 
 
-def ask(model: FastWeightsForCausalLM, batch: Batch, device: str) -> tuple[Tensor, Tensor]:
+def ask(model: FastWeightsForCausalLM, batch: Asked) -> tuple[Tensor, Tensor]:
     """The mean loss over the questions, equal to the model's own ``loss`` on the batch, and which answers are right ``[questions]``.
 
     Logits are formed at the questions alone: in MQAR that is a sixteenth of the tokens.
     """
-    row, place = (batch.labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
-    labels = batch.labels[row, place + 1].to(device)
-    hidden = model.model(batch.input_ids.to(device)).last_hidden_state
-    logits = model.lm_head(hidden[row.to(device), place.to(device)]).float()
-    return nn.functional.cross_entropy(logits, labels), logits.detach().argmax(-1) == labels
+    hidden, labels = model.model(batch.tokens.long()).last_hidden_state, batch.labels.long()
+    logits = model.lm_head(hidden.flatten(0, 1).index_select(0, batch.places.long())).float()
+    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE), logits.detach().argmax(-1) == labels
+
+
+def _optimizer(job: TaskJob, model: nn.Module) -> torch.optim.Optimizer:
+    groups, settings = parameter_groups(model, job.settings.weight_decay), job.settings
+    if job.graphs:
+        rate = torch.zeros((), device=job.device)  # a graph reads it there
+        return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=True, capturable=True)
+    return torch.optim.AdamW(groups, lr=job.learning_rate, betas=settings.betas)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def learning_rate_factor(settings: TaskSettings, step: int) -> float:
@@ -241,48 +281,43 @@ class _Window:
     """Losses and right answers of some steps, kept on the device until they are read."""
 
     def __init__(self, settings: TaskSettings, device: str) -> None:
-        self.settings, self.steps = settings, 0
+        self.settings = settings
         self.loss = torch.zeros((), device=device)
         self.answers = torch.zeros(len(settings.train), 2, device=device)
         """Right answers and questions of each task."""
 
-    def add(self, which: int, loss: Tensor, right: Tensor) -> None:
-        self.loss += loss
-        self.steps += 1
-        self.answers[which, 0] += right.sum()
-        self.answers[which, 1] += right.numel()
+    def clear(self) -> None:
+        self.loss.zero_()
+        self.answers.zero_()
 
-    def read(self, step: int, seconds: float) -> tuple[Point, bool]:
-        """The window's point, and whether every task has come up and reached ``stop_at``."""
+    def add(self, which: int, loss: Tensor, right: Tensor, asked: Tensor) -> None:
+        self.loss += loss
+        self.answers[which, 0] += right.sum()
+        self.answers[which, 1] += asked.sum()
+
+    def read(self, step: int, steps: int, seconds: float) -> tuple[Point, bool]:
+        """The point of the last ``steps`` steps, and whether every task has come up and reached ``stop_at``."""
         share = [right / asked if asked else None for right, asked in self.answers.tolist()]
         known = [value for value in share if value is not None]
         reached = self.settings.stop_at is not None and all(
             value is not None and value >= self.settings.stop_at * task.ceiling
             for value, (task, _) in zip(share, self.settings.train, strict=True)
         )
-        return Point(step, self.loss.item() / self.steps, sum(known) / len(known), round(seconds, 3)), reached
+        return Point(step, self.loss.item() / steps, sum(known) / len(known), round(seconds, 3)), reached
 
 
-def _pick(settings: TaskSettings, rng: np.random.Generator) -> int:
-    """The task of a step, by its share."""
-    shares = np.cumsum([share for _, share in settings.train])
-    uniform = int(words(rng, 1)[0] >> np.uint64(11)) * 2.0**-53
-    return int(np.searchsorted(shares, uniform * shares[-1], side="right"))
-
-
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rng: np.random.Generator, trained: Trained) -> None:
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], trained: Trained) -> None:
+    """``state`` is that of the examples' generator."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": json.dumps(rng.bit_generator.state)}
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "rng": json.dumps(state)}
     ending = {"reached": trained.reached, "diverged": trained.diverged}
-    torch.save(state | ending | {"curve": [tuple(point) for point in trained.curve]}, part)
+    torch.save(kept | ending | {"curve": [tuple(point) for point in trained.curve]}, part)
     os.replace(part, path)
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[np.random.Generator, Trained]:
-    state = torch.load(path, weights_only=True, map_location=device)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    rng = generator(0)
-    rng.bit_generator.state = json.loads(state["rng"])
-    return rng, Trained([Point(*point) for point in state["curve"]], state["reached"], state["diverged"])
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[Mapping[str, Any], Trained]:
+    kept = torch.load(path, weights_only=True, map_location=device)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict({"state": kept["optimizer"], "param_groups": optimizer.state_dict()["param_groups"]})  # its own options
+    return json.loads(kept["rng"]), Trained([Point(*point) for point in kept["curve"]], kept["reached"], kept["diverged"])

@@ -33,6 +33,8 @@ class TaskCompareSettings:
     """The grid, in place of the preset's."""
     seeds: tuple[int, ...] = ()
     """In place of the preset's."""
+    more_seeds: tuple[int, ...] = ()
+    """When the grid is done: each mixer with these seeds too, at the learning rate that was best in training."""
     steps: int | None = None
     """Optimizer steps at most, in place of the preset's."""
     batch_size: int | None = None
@@ -65,7 +67,14 @@ class TaskCompareSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU if there is one."""
     processes: int = 0
-    """Models trained at the same time; 0 chooses: one per core on the CPU, one on a GPU. Such models are small: several fit a GPU well."""
+    """Processes that train a model each; 0 chooses: one per core on the CPU, one on a GPU."""
+    at_once: int = 0
+    """Models that one process trains in turn, step by step. On a GPU their steps run side by side, and fill it though each is small.
+    0 chooses: 4 on a GPU, 1 on the CPU."""
+    graphs: bool = True
+    """On a GPU, repeat training steps as CUDA graphs: one launch a step instead of some hundred."""
+    minutes: float | None = None
+    """Stop after so many minutes, as an interrupt would: with checkpoints, and a report of what is finished. None: at the end."""
 
     def __post_init__(self) -> None:
         from fastweights.recipes.task_presets import TASK_PRESETS
@@ -74,9 +83,15 @@ class TaskCompareSettings:
             raise ValueError(f"task={self.task!r} is not one of {', '.join(TASK_PRESETS)}")
         if not self.mixers or len(set(self.mixers)) < len(self.mixers):
             raise ValueError(f"mixers={list(self.mixers)}: give at least one, and none twice")
-        if self.processes < 0:
-            raise ValueError(f"processes={self.processes} is negative")
-        _ = self.preset  # its own constructor checks the changes
+        for name in ("processes", "at_once"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative")
+        if self.processes > 1 and self.at_once > 1:
+            raise ValueError(f"processes={self.processes} and at_once={self.at_once}: a model has its own process or takes turns, not both")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes={self.minutes} is not positive")
+        if both := {*self.preset.seeds} & {*self.more_seeds}:
+            raise ValueError(f"more_seeds={list(self.more_seeds)}: {sorted(both)} are in the grid already")
 
     @property
     def preset(self) -> TaskSettings:

@@ -11,11 +11,14 @@ Row = dict[str, Any]
 
 
 def best_rates(rows: Sequence[Row]) -> dict[str, float]:
-    """For each mixer the learning rate with the best mean accuracy in training over its seeds; what is measured in the end has no say."""
+    """For each mixer the learning rate with the best mean accuracy in training over its seeds; what is measured in the end has no say.
+
+    Of rates with unequally many seeds only those with most: which others got the rest was chosen already.
+    """
     found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         found.setdefault(row["label"], {}).setdefault(row["learning_rate"], []).append(row["train_accuracy"])
-    return {label: max(rates, key=lambda rate: float(np.mean(rates[rate]))) for label, rates in found.items()}
+    return {label: max(rates, key=lambda rate: (len(rates[rate]), float(np.mean(rates[rate])))) for label, rates in found.items()}
 
 
 def standings(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ from fastweights import cli
 from fastweights.evaluate.accuracy import accuracy
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.recipes import task_job, task_presets
+from fastweights.recipes.pool import finish
 from fastweights.recipes.task_compare import plan_jobs, run_plan
+from fastweights.recipes.task_examples import Asked
 from fastweights.recipes.task_job import TaskJob, ask, learning_rate_factor, state_floats, train_on_task
 from fastweights.recipes.task_presets import TASK_PRESETS, TaskSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
@@ -61,23 +63,28 @@ def compared(tmp_path, monkeypatch):
     return compared
 
 
+def train(job, model=None, **told):
+    return finish(train_on_task(job, job.model() if model is None else model, **told))
+
+
 def test_the_loss_and_the_answers_are_the_models_own(job):
     model = job().model().train()
     for task in (HARDER, Stack(length=40, stacks=2, values=3)):  # with and without the same number of questions in each row
         batch = task.batch(5, generator(0))
-        loss, right = ask(model, batch, "cpu")
+        asked = Asked.of(batch)
+        loss, right = ask(model, asked)
         output = model(input_ids=batch.input_ids, labels=batch.labels)
         torch.testing.assert_close(loss, output.loss)
         score = task.score(output.logits, batch)
-        assert (int(right.sum()), right.numel()) == (score.total.correct, score.total.asked)
+        assert (int(right.sum()), int((asked.labels >= 0).sum())) == (score.total.correct, score.total.asked)
 
 
 def test_examples_are_fresh_and_the_same_for_every_mixer(job, monkeypatch):
     seen = {}
     for label in ("kla", "gla"):
         fed = seen.setdefault(label, [])
-        monkeypatch.setattr(task_job, "ask", lambda model, batch, device, fed=fed: fed.append(batch.input_ids) or ask(model, batch, device))
-        train_on_task(job(label=label), job(label=label).model())
+        monkeypatch.setattr(task_job, "ask", lambda model, batch, fed=fed: fed.append(batch.tokens) or ask(model, batch))
+        train(job(label=label))
     assert all(torch.equal(a, b) for a, b in zip(seen["kla"], seen["gla"], strict=True)) and len(seen["kla"]) == 6
     assert len({tuple(ids.flatten().tolist()) for ids in seen["kla"]}) == 6
     assert {ids.shape[1] for ids in seen["kla"]} == {16, 24}
@@ -86,14 +93,14 @@ def test_examples_are_fresh_and_the_same_for_every_mixer(job, monkeypatch):
 def test_a_stopped_training_goes_on_to_the_same_bits(job):
     whole = job()
     straight = whole.model()
-    uninterrupted = train_on_task(whole, straight)
+    uninterrupted = train(whole, straight)
     assert [point.step for point in uninterrupted.curve] == [2, 4, 6]
     whole.checkpoint.unlink()
 
-    assert train_on_task(whole, whole.model(), should_stop=lambda: True) is None
+    assert train(whole, should_stop=lambda: True) is None
     assert whole.checkpoint.exists()
     resumed = whole.model()
-    trained = train_on_task(whole, resumed)
+    trained = train(whole, resumed)
     assert [point[:3] for point in trained.curve] == [point[:3] for point in uninterrupted.curve]
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
     seconds = [point.seconds for point in trained.curve]
@@ -108,48 +115,48 @@ def test_a_run_that_is_killed_loses_at_most_what_came_after_its_checkpoint(job, 
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        train_on_task(job(), job().model(), report=dies)
+        train(job(), report=dies)
     told = []
-    train_on_task(job(), job().model(), report=lambda phase, done, *rest: told.append(done))
+    train(job(), report=lambda phase, done, *rest: told.append(done))
     assert told == [5, 6]
 
 
 def scripted(answers):
     """An `ask` that gives scripted right answers, by length of the sequences, and lets the loss be what it is."""
 
-    def ask_scripted(model, batch, device):
-        loss, right = ask(model, batch, device)
-        return loss, torch.full_like(right, answers[batch.input_ids.shape[1]])
+    def ask_scripted(model, batch):
+        loss, right = ask(model, batch)
+        return loss, torch.full_like(right, answers[batch.tokens.shape[1]])
 
     return ask_scripted
 
 
 def test_training_stops_early_only_when_every_task_is_solved(job, monkeypatch):
     monkeypatch.setattr(task_job, "ask", scripted({16: True, 24: False}))
-    trained = train_on_task(job(), job().model())
+    trained = train(job())
     assert trained.curve[-1].step == 6 and not trained.reached  # one task solved, the other at nothing: no plateau ends a run
     monkeypatch.setattr(task_job, "ask", scripted({16: True, 24: True}))
     longer = job(settings=dict(window=6, steps=60))
-    trained = train_on_task(longer, longer.model())
+    trained = train(longer)
     assert trained.reached and trained.curve[-1].step == 6
     never = job(settings=dict(stop_at=None))
-    assert train_on_task(never, never.model()).curve[-1].step == 6
+    assert train(never).curve[-1].step == 6
 
 
 def test_a_task_that_has_not_come_up_is_not_solved(job, monkeypatch):
     monkeypatch.setattr(task_job, "ask", scripted({16: True, 24: True}))
     rare = job(settings=dict(train=((EASY, 1.0), (HARDER, 1e-12))))
-    trained = train_on_task(rare, rare.model())
+    trained = train(rare)
     assert trained.curve[-1].step == 6 and not trained.reached and trained.curve[-1].accuracy == 1.0
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(job, monkeypatch):
-    def broken(model, batch, device):
-        loss, right = ask(model, batch, device)
+    def broken(model, batch):
+        loss, right = ask(model, batch)
         return loss * math.nan, right
 
     monkeypatch.setattr(task_job, "ask", broken)
-    trained = train_on_task(job(), job().model())
+    trained = train(job())
     assert trained.diverged and not trained.reached and trained.curve[-1].step == 2
 
 
