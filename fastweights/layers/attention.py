@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastweights import ops
 from fastweights.layers.conv import ShortConv
+from fastweights.layers.linear import project
 from fastweights.layers.norm import RMSNorm
 from fastweights.layers.place import check_hidden, positions
 from fastweights.notation import Coefficients, CuSeqlens, Hidden, Key, MemoryState, Query, Value
@@ -150,28 +151,34 @@ class FastWeightAttention(nn.Module):
 
     def output(self, x: Hidden, o: Value) -> Hidden:
         """The third."""
-        gate = self.gate_proj(x).unflatten(-1, (self.num_value_heads, self.head_v_dim))
-        return self.out_proj(self.norm(o, gate).flatten(-2))
+        return self._gated_output(self.gate_proj(x), o)
+
+    def _gated_output(self, gate: Tensor, o: Value) -> Hidden:
+        gate = gate.unflatten(-1, (self.num_value_heads, self.head_v_dim))
+        return project(self.norm(o, gate), self.out_proj)[0]
 
     @torch.no_grad()
-    def step_(self, x: Hidden, state: MemoryState) -> Hidden:
+    def step_(self, x: Hidden, state: MemoryState, *, move_on: bool = True) -> Hidden:
         """A few tokens of `forward`, for inference: overwrites the tensors of ``state`` and returns y ``[B, T, D]``; no gradients.
 
+        Without ``move_on`` it leaves ``state.place`` to the caller, who can move those of all layers on at once.
         Nothing in it waits for a device, and all shapes follow from x's, so that a CUDA graph may hold it.
         """
         check_hidden(x, self.hidden_size)
         position, place = positions(x, state.place, None)
-        qkv = self.conv.step_(self.qkv_proj(x), state.conv)
+        qkv, gate = project(x, self.qkv_proj, self.gate_proj)
+        qkv = self.conv.step_(qkv, state.conv)
         q, k, v, coef = self._by_heads(x, qkv, position)
         o = self.read.write_and_read_(
             q, k, v, coef, state.memory, state.read, family=self.write.family, scale=self.head_k_dim**-0.5, backend=self.backend
         )
-        state.place.copy_(place)
-        return self.output(x, o)
+        if move_on:
+            state.place.copy_(place)
+        return self._gated_output(gate, o)
 
     def _by_heads(self, x: Hidden, qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
         """q, k, v by heads, and the coefficients of the write."""
-        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
+        q, k, v = ops.split_columns(qkv, (self.key_size, self.key_size, self.value_size))
         q, k = (t.unflatten(-1, (self.num_heads, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (self.num_value_heads, self.head_v_dim))
         beta, log_decay, key_scale, value_scale, _ = self.write(x, k, v, position)

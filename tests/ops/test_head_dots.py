@@ -23,6 +23,17 @@ def test_it_is_the_plain_form(B, T, H, K, weighted, dtype):
     compare({"y": head_dots_triton(x, weight)}, {"y": head_dots(x, weight)}, {"y": exact})
 
 
+def test_its_gradient():
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float16, requires_grad=True)
+    up = torch.randn(2, 5, 3)
+    (got,) = torch.autograd.grad(head_dots_triton(x, None), x, up)
+    (plain,) = torch.autograd.grad(head_dots(x), x, up)
+    exact = 2 * up.double().unsqueeze(-1) * x.detach().double()
+    compare({"dx": got}, {"dx": plain}, {"dx": exact})
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        head_dots_triton(x, torch.randn(3, 8))
+
+
 def test_fake_shapes_are_the_real_ones():
     x = torch.randn(2, 3, 2, 8)
     for weight in (None, torch.randn(2, 8)):

@@ -15,7 +15,7 @@ MANY = 64
 
 def head_dots(x: Tensor, weight: Tensor | None = None) -> PerHead:
     """Σ x² ``[B, T, H]`` of ``x [B, T, H, K]``, or Σ x·weight with ``weight [H, K]``; in float32 (float64 for float64)."""
-    if x.is_cuda and x.dtype != torch.float64 and x.shape[1] >= MANY and not torch.is_grad_enabled():
+    if x.is_cuda and x.dtype != torch.float64 and x.shape[1] >= MANY and (weight is None or not torch.is_grad_enabled()):
         kernels = dispatch.twin("token", "head_dots")
         if not isinstance(kernels, str):
             return kernels.head_dots_triton(x, weight)

@@ -1,4 +1,5 @@
-"""`head_dots` in one pass, wherever in a wider tensor the heads lie. Forward only: where a gradient is wanted the plain form is taken.
+"""`head_dots` in one pass, wherever in a wider tensor the heads lie. Of Σ x² there is a gradient; where that of Σ x·weight is wanted, the
+plain form is taken.
 
 Torch's compiler reads a slice of a projection in tiles of few bytes: 31 µs for the 19 MB of q of 8,192 tokens (12 heads of 96) on an H200.
 """
@@ -51,3 +52,18 @@ def head_dots_triton(x: Tensor, weight: Tensor | None) -> Tensor:
 @head_dots_triton.register_fake
 def _shapes(x, weight):
     return x.new_empty(x.shape[:3], dtype=torch.float32)
+
+
+def _setup(ctx, inputs, output):
+    x, weight = inputs
+    if weight is not None:
+        raise RuntimeError("the kernel for sums of x·weight has no gradient; head_dots takes the plain form where one is wanted")
+    ctx.save_for_backward(x)
+
+
+def _differentiate(ctx, dy):
+    (x,) = ctx.saved_tensors
+    return (2 * dy.unsqueeze(-1) * x).to(x.dtype), None
+
+
+head_dots_triton.register_autograd(_differentiate, setup_context=_setup)
