@@ -22,7 +22,7 @@ from fastweights.layers.attention import Operands
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.models.cache import LayerState
 from fastweights.models.modeling import FastWeightsBlock
-from fastweights.notation import Hidden, Value
+from fastweights.notation import Hidden, MemoryState, Value
 
 SHORT = 64
 """Pieces of fewer tokens are read without the compiler: what takes time there is the host, either way."""
@@ -77,6 +77,8 @@ class Passes:
         y = torch.zeros_like(x)
         for block, (step, _, _), state in zip(self.model.model.layers, self._parts, states, strict=True):
             x, y = step(block, x, y, state)
+        if places := [state.place for state in states if isinstance(state, MemoryState)]:
+            torch._foreach_add_(places, 1)  # in one launch
         return self._last(self.model, x, y)
 
     def _read_compiled(self, x: Hidden, states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
@@ -120,7 +122,8 @@ def _after(block: FastWeightsBlock, x: Hidden, h: Hidden, o: Value) -> tuple[Hid
 
 def _block_step(block: FastWeightsBlock, x: Hidden, y: Hidden, state: LayerState) -> tuple[Hidden, Hidden]:
     x = x + y
-    return _fed(block, x, block.mixer.step_(block.mixer_norm(x), state))
+    later = {} if isinstance(state, SoftmaxState) else {"move_on": False}
+    return _fed(block, x, block.mixer.step_(block.mixer_norm(x), state, **later))
 
 
 def _fed(block: FastWeightsBlock, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastweights.layers.silu import silu
+from fastweights.layers.linear import project, project_gated
 from fastweights.notation import Hidden
 
 
@@ -18,4 +18,4 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return project(project_gated(x, self.gate_proj, self.up_proj), self.down_proj)[0]

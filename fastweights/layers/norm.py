@@ -27,7 +27,7 @@ class RMSNorm(Float32Module):
 
     def forward(self, x: Float[Tensor, "*batch size"], gate: Float[Tensor, "*batch size"] | None = None) -> Float[Tensor, "*batch size"]:
         y = at_least_float32(x)
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        if gate is None and torch.compiler.is_compiling() and not torch.is_grad_enabled():
             # Written out, so that a sum in front of it, which others need too, is stored on the way.
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(y.dtype)
         else:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fastweights.ops.token.head_dots import MANY, head_dots
+from fastweights.ops.token.linear import gated_linears, linears
 from fastweights.precision import Float32Linear
 from tests.ops.grid import compare
 
@@ -34,3 +36,30 @@ def test_gates_of_bfloat16_have_the_digits_of_float32(bias):
     assert got.dtype == torch.float32
     compare({"y": got}, {"y": plain}, {"y": exact}, few=32)
     compare({"y": few}, {"y": plain[:, : MANY - 1]}, {"y": exact[:, : MANY - 1]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D, N, M", [(1536, 4608, 2304), (2304, 1536, 0), (6144, 1536, 0), (100, 7, 3)])
+def test_projections_of_one_token(D, N, M, dtype):
+    x, weights = torch.randn(1, 1, D, device="cuda", dtype=dtype), []
+    for rows in [N, M] if M else [N]:
+        weights.append((torch.randn(rows, D, device="cuda") / D**0.5).to(dtype))
+    with torch.no_grad():
+        got, again = linears(x, tuple(weights)), linears(x, tuple(weights))
+        plain, exact = (linears(x.to(kind), tuple(w.to(kind) for w in weights)) for kind in (torch.float32, torch.float64))
+    assert all(map(torch.equal, got, again)) and got[0].dtype == dtype
+    compare(*({str(i): y for i, y in enumerate(form)} for form in (got, plain, exact)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D, N", [(1536, 6144), (100, 7)])
+def test_both_halves_of_a_gated_projection(D, N, dtype):
+    x = torch.randn(1, 1, D, device="cuda", dtype=dtype)
+    gate, up = ((torch.randn(N, D, device="cuda") / D**0.5).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        got, again = gated_linears(x, gate, up), gated_linears(x, gate, up)
+    plain, exact = (
+        F.silu(F.linear(x.to(kind), gate.to(kind))) * F.linear(x.to(kind), up.to(kind)) for kind in (torch.float32, torch.float64)
+    )
+    assert torch.equal(got, again)
+    compare({"y": got}, {"y": plain}, {"y": exact})

@@ -66,7 +66,7 @@ def matvec_kernel(
 
 @torch.library.custom_op("fastweights::matvec", mutates_args=())
 def matvec_triton(x: Tensor, weight: Tensor, other: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
-    """``weight x`` and ``other x`` (empty without) of ``x [1, 1, D]`` or ``[1, 1, H, V]``; or SiLU(weight x) · other x, and an empty tensor."""
+    """``weight x`` and ``other x`` (empty without) of ``x [1, 1, D]``, or by heads; or SiLU(weight x) · other x, and an empty tensor."""
     x = x.contiguous()
     y, z = _shapes(x, weight, other, gated)
     N, M = y.shape[-1], z.shape[-1]
