@@ -55,6 +55,35 @@ class Trained(NamedTuple):
     """The loss of the last window is not finite."""
 
 
+class Window:
+    """Losses and right answers of some steps, kept on the device until they are read."""
+
+    def __init__(self, settings: TaskSettings, device: str) -> None:
+        self.settings = settings
+        self.loss = torch.zeros((), device=device)
+        self.answers = torch.zeros(len(settings.train), 2, device=device)
+        """Right answers and questions of each task."""
+
+    def clear(self) -> None:
+        self.loss.zero_()
+        self.answers.zero_()
+
+    def add(self, which: int, loss: Tensor, right: Tensor, asked: Tensor) -> None:
+        self.loss += loss
+        self.answers[which, 0] += right.sum()
+        self.answers[which, 1] += asked.sum()
+
+    def read(self, step: int, steps: int, seconds: float) -> tuple[Point, bool]:
+        """The point of the last ``steps`` steps, and whether every task has come up and reached ``stop_at``."""
+        share = [right / asked if asked else None for right, asked in self.answers.tolist()]
+        known = [value for value in share if value is not None]
+        reached = self.settings.stop_at is not None and all(
+            value is not None and value >= self.settings.stop_at * task.ceiling
+            for value, (task, _) in zip(share, self.settings.train, strict=True)
+        )
+        return Point(step, self.loss.item() / steps, sum(known) / len(known), round(seconds, 3)), reached
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskJob:
     """A training and its measurement. Plain data: it travels to another process."""
@@ -183,20 +212,8 @@ def train_on_task(
     Ends at the last step; at a window in which every task reaches ``stop_at``; or at one whose loss is not finite. Returns None if
     `should_stop`, asked after every window, ended it. Either way the checkpoint then holds all of it.
     """
-    settings, window = job.settings, _Window(job.settings, job.device)
-    optimizer = _optimizer(job, model)
-
-    def step(kind: tuple[int, int, int, int], numbers: Tensor) -> None:
-        which, rows, length, _ = kind
-        asked = Asked.unpacked(numbers, rows, length)
-        with torch.autocast(job.device, dtype=torch.bfloat16, enabled=settings.precision == "bf16"):
-            loss, right = ask(model, asked)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        window.add(which, loss.detach(), right, asked.labels != IGNORE)
-
+    settings, window = job.settings, Window(job.settings, job.device)
+    optimizer = optimizer_for(job, model)
     state, trained = generator(job.seed).bit_generator.state, Trained([], reached=False, diverged=False)
     began = saved = time.perf_counter()
     if job.checkpoint.exists():
@@ -205,7 +222,7 @@ def train_on_task(
     curve = trained.curve
     drawn = examples(settings, state, curve[-1].step + 1 if curve else 1, job.drawers)
     model.train()
-    repeated = Repeated(step, job.device, graphs=job.graphs)
+    repeated = Repeated(training_step(job, model, optimizer, window), job.device, graphs=job.graphs)
     while not (trained.reached or trained.diverged) and (start := curve[-1].step + 1 if curve else 1) <= settings.steps:
         with repeated.on():
             window.clear()
@@ -243,10 +260,30 @@ def ask(model: FastWeightsForCausalLM, batch: Asked) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE), logits.detach().argmax(-1) == labels
 
 
-def _optimizer(job: TaskJob, model: nn.Module) -> torch.optim.Optimizer:
+def training_step(
+    job: TaskJob, model: FastWeightsForCausalLM, optimizer: torch.optim.Optimizer, window: Window
+) -> Callable[[tuple[int, int, int, int], Tensor], None]:
+    """What a step does to the model, given `Drawn.kind` and `Drawn.numbers` on the model's device; for `Repeated`."""
+
+    def step(kind: tuple[int, int, int, int], numbers: Tensor) -> None:
+        which, rows, length, _ = kind
+        asked = Asked.unpacked(numbers, rows, length)
+        with torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.settings.precision == "bf16"):
+            loss, right = ask(model, asked)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), job.settings.clip)
+        optimizer.step()
+        window.add(which, loss.detach(), right, asked.labels != IGNORE)
+
+    return step
+
+
+def optimizer_for(job: TaskJob, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; for graphs with its rate and the number of its steps on the device."""
     groups, settings = parameter_groups(model, job.settings.weight_decay), job.settings
     if job.graphs:
-        rate = torch.zeros((), device=job.device)  # a graph reads it there
+        rate = torch.zeros((), device=job.device)
         return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=True, capturable=True)
     return torch.optim.AdamW(groups, lr=job.learning_rate, betas=settings.betas)
 
@@ -275,35 +312,6 @@ def state_floats(model: FastWeightsForCausalLM) -> int | None:
         return None
     states = [block.mixer.initial_state(1, device="meta") for block in model.model.layers]
     return sum(state.memory.numel() + sum(part.numel() for part in state.read or ()) for state in states)
-
-
-class _Window:
-    """Losses and right answers of some steps, kept on the device until they are read."""
-
-    def __init__(self, settings: TaskSettings, device: str) -> None:
-        self.settings = settings
-        self.loss = torch.zeros((), device=device)
-        self.answers = torch.zeros(len(settings.train), 2, device=device)
-        """Right answers and questions of each task."""
-
-    def clear(self) -> None:
-        self.loss.zero_()
-        self.answers.zero_()
-
-    def add(self, which: int, loss: Tensor, right: Tensor, asked: Tensor) -> None:
-        self.loss += loss
-        self.answers[which, 0] += right.sum()
-        self.answers[which, 1] += asked.sum()
-
-    def read(self, step: int, steps: int, seconds: float) -> tuple[Point, bool]:
-        """The point of the last ``steps`` steps, and whether every task has come up and reached ``stop_at``."""
-        share = [right / asked if asked else None for right, asked in self.answers.tolist()]
-        known = [value for value in share if value is not None]
-        reached = self.settings.stop_at is not None and all(
-            value is not None and value >= self.settings.stop_at * task.ceiling
-            for value, (task, _) in zip(share, self.settings.train, strict=True)
-        )
-        return Point(step, self.loss.item() / steps, sum(known) / len(known), round(seconds, 3)), reached
 
 
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], trained: Trained) -> None:

@@ -266,7 +266,7 @@ def test_the_optimizer_of_graphs_steps_like_the_other_and_reads_its_checkpoints(
     """Its rate is a tensor, and its steps are counted on the device; fused arithmetic may round differently, by ulps of each step."""
     plain, recorded = job(), job(graphs=True)
     models = {one: one.model() for one in (plain, recorded)}
-    optimizers = {one: task_job._optimizer(one, model) for one, model in models.items()}
+    optimizers = {one: task_job.optimizer_for(one, model) for one, model in models.items()}
 
     def steps(one, numbers):
         for step in numbers:
