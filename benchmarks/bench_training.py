@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def child(arguments: argparse.Namespace) -> None:
 def apart(implementation: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """`measure` in a process of its own, with empty compile caches and at most `limit` seconds; what else it prints is passed on."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child", implementation, name]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+    with nullcontext(arguments.caches) if arguments.caches else tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         caches = {f"{kind}_CACHE_DIR": f"{cache}/{kind}" for kind in ("TRITON", "TORCHINDUCTOR", "TILELANG")}
         environment = {**os.environ, "FLA_FLASH_QLA": "0", **caches}
         try:
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="feed ours packed rows, as the Trainer does")
     parser.add_argument("--backend", default="auto", help="of our kernels: auto as in training, triton, torch")
     parser.add_argument("--profile", action="store_true", help=f"print the {KERNELS} largest kernels of {PROFILED} more steps")
+    parser.add_argument("--caches", type=Path, help="folder of compile caches to use and to leave; else each model begins with empty ones")
     parser.add_argument("--limit", type=float, default=300, help="seconds each model may take")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
@@ -266,7 +268,8 @@ def main() -> None:
         preset_run(name)  # raises for a name that is none
     for implementation, name in works:
         row = {"model": name, "implementation": implementation, "compile": arguments.compile}
-        row |= {"batch": arguments.batch, "tokens": arguments.tokens, "steps": arguments.steps, **apart(implementation, name, arguments)}
+        row |= {"batch": arguments.batch, "tokens": arguments.tokens, "steps": arguments.steps}
+        row |= {"caches": "kept" if arguments.caches else "empty", **apart(implementation, name, arguments)}
         append_rows(arguments.out, [row | provenance(device=arguments.device, seed=arguments.seed)])
         if "error" not in row:
             told = f"{row['parameters']:,} parameters, first step {row['first_step_s']:.1f} s, then {row['step_ms']:.1f} ms,"

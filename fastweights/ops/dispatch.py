@@ -36,9 +36,6 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 FEW = 4
 """Up to this many tokens the recurrent form is the faster one."""
 
-UNPROVEN = {("decay", "chunk")}
-"""Twins whose tests have not all passed on a card yet (docs/kernels.md): they run where they are asked for by name."""
-
 _PACKAGES = {name: importlib.import_module(f"fastweights.ops.{name}") for name in ("delta", "decay", "ccq", "conv", "token")}
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
@@ -195,8 +192,6 @@ def why_not_triton(family: str, form: str, backend: str, *operands: Any) -> str 
     else:
         module = twin(family, form)
         reason = module if isinstance(module, str) else module.why_not(*operands)
-        if reason is None and backend == "auto" and (family, form) in UNPROVEN:
-            reason = "not all tests of its kernels have passed on a GPU yet; backend='triton' asks for them"
     if reason is not None and backend == "triton":
         raise ValueError(f"backend='triton' cannot run this: {reason}")
     return reason
