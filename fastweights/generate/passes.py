@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.generate.captured import CapturedPiece
 from fastweights.generate.prompts import Tokens
 from fastweights.layers import SoftmaxState
 from fastweights.layers.attention import Operands
@@ -35,6 +36,7 @@ class Passes:
         if model.config.backend == "reference":
             raise ValueError("backend='reference' has no in-place step; decode with backend 'auto', 'torch' or 'triton'")
         self.model, self.compiled = model, compile
+        self._piece: CapturedPiece | None = None
         if compile:
             self._last = compiled(_last, dynamic=False)
             kinds = {
@@ -44,9 +46,14 @@ class Passes:
             """Of each layer: its step, and what lies before and after its memories when it reads."""
 
     def warm_up(self, tokens: int) -> None:
-        """Compile what reads a text now, for pieces of any length; kernels are chosen with so many tokens in mind."""
-        if self.compiled:
-            self.read([0] * tokens, self.initial_states())
+        """Compile what reads a text now, for pieces of any length; kernels are chosen with so many tokens in mind, and a piece of just so
+        many is captured on a GPU."""
+        if not self.compiled:
+            return
+        self.read([0] * tokens, self.initial_states())
+        if self.model.device.type == "cuda" and tokens >= SHORT and "softmax" not in self.model.config.mixers:
+            with torch.inference_mode():
+                self._piece = CapturedPiece(self._read, tokens, self.initial_states())
 
     @torch.inference_mode()  # to the compiler a tensor made outside is another kind of tensor
     def initial_states(self) -> list[LayerState]:
@@ -58,9 +65,14 @@ class Passes:
         """What the last layer makes of ``tokens``, before the last norm, and the states after them. ``states`` stay as they are."""
         ids, device = torch.from_numpy(np.asarray(tokens, np.int64)).unsqueeze(0), self.model.device
         if device.type == "cuda":  # out of pinned memory, so that the host need not wait for the piece before
-            ids = ids.pin_memory().to(device, non_blocking=True)
+            ids = ids.pin_memory()
+        if self._piece is not None and self._piece.tokens == len(tokens):
+            return self._piece(ids, states)
+        return self._read(ids.to(device, non_blocking=True), states)
+
+    def _read(self, ids: Int[Tensor, "1 T"], states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
         x = self.model.model.embed_tokens(ids)
-        if self.compiled and len(tokens) >= SHORT:
+        if self.compiled and ids.shape[1] >= SHORT:
             return self._read_compiled(x, states)
         after = []
         for block, state in zip(self.model.model.layers, states, strict=True):

@@ -71,6 +71,27 @@ def test_pieces_of_any_length_are_compiled_once(kind):
 
 
 @needs_no_shape_checks
+@pytest.mark.parametrize("kind", ["kla+ccq", "gla", "mamba2"])
+@compilers_own_warnings
+def test_a_captured_piece_is_the_piece(kind):
+    """To the bit; and states that were handed out are written into by no later one."""
+    passes = Engine(tiny_model(**KINDS[kind]).cuda(), rows=1, prefill_chunk=100, compile=True).passes
+    states, seen = passes.initial_states(), []
+    for seed in range(3):
+        tokens = prompt(100, seed=seed)
+        hidden, after = passes.read(tokens, states)
+        with torch.inference_mode():
+            plain, expected = passes._read(torch.tensor([tokens]).cuda(), states)
+        assert torch.equal(hidden, plain)
+        assert all(map(torch.equal, tensors_of(after), tensors_of(expected)))
+        seen.append((after, [x.clone() for x in tensors_of(after)]))
+        states = after
+    assert passes._piece is not None
+    for after, then in seen:
+        assert all(map(torch.equal, tensors_of(after), then))
+
+
+@needs_no_shape_checks
 @compilers_own_warnings
 def test_a_compiled_request_among_others_draws_what_it_draws_alone():
     decoder = Engine(tiny_model(mixer="kla+ccq").cuda(), rows=4, prefill_chunk=16, compile=True)
