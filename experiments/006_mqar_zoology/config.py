@@ -1,0 +1,102 @@
+"""The field's recall benchmark for every mixer at two widths: a grid of learning rates on one seed, the best rate on three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastweights.recipes.task_standings import standings
+from fastweights.records import read_rows
+from fastweights.report.plots import Curve, curves
+
+QUESTION = "How much does each mixer recall for its state (MQAR by Zoology's definition, d 64 and 128)?"
+MIXERS = ("gated_deltanet", "gated_deltanet+ccq", "kla", "kla+ccq", "deltanet", "deltanet+ccq", "gla", "gla+ccq", "mamba2", "softmax")
+WIDTHS = (64, 128)
+SEEDS = (0, 1, 2)
+MINUTES = 20
+"""Of one call, a width; another call goes on."""
+KEPT = ("label", "parameters", "state_floats", "learning_rate", "steps", "reached", "diverged", "train_accuracy", "seconds", "at_once")
+ORIGIN = ("command", "commit", "device", "versions", "time", "seed")
+Row = dict[str, Any]
+
+
+def run(lab: Any) -> None:
+    more = " ".join(str(seed) for seed in SEEDS[1:])
+    for width in WIDTHS:
+        lab.fastweights(
+            f"d{width}",
+            f"compare --task mqar-zoology-{width} --mixers {' '.join(MIXERS)} --seeds {SEEDS[0]} --more-seeds {more} --minutes {MINUTES}",
+        )
+
+
+def rows(folder: Path) -> list[Row]:
+    kept = []
+    for width in WIDTHS:
+        for row in read_rows(folder / f"d{width}" / "results.jsonl"):
+            whole = [score for score in row["accuracy"] if score["stratum"] is None]
+            few = {"width": width} | {name: row[name] for name in (*KEPT, *ORIGIN)}
+            training = [[step, share] for step, _, share, _ in row["training"]]
+            kept.append(few | {"accuracy": whole, "n": sum(score["asked"] for score in whole), "training": training})
+    return sorted(kept, key=lambda row: (row["width"], MIXERS.index(row["label"]), row["learning_rate"], row["seed"]))
+
+
+def _standings(rows: list[Row], width: int) -> list[Row]:
+    """Each mixer at its best rate in training, in the order of the mixers."""
+    return standings([row for row in rows if row["width"] == width])
+
+
+def _mean(standing: Row) -> float:
+    """Over the benchmark's seven lengths, in %."""
+    return 100 * float(np.mean([score["accuracy"] for score in standing["accuracy"]]))
+
+
+def answer(rows: list[Row]) -> str:
+    parts = []
+    for width in WIDTHS:
+        ordered = sorted(_standings(rows, width), key=_mean, reverse=True)
+        found = [f"{standing['label']} {_mean(standing):.0f} %" for standing in ordered]
+        parts.append(f"d {width}: {', '.join(found)}")
+    return f"mean accuracy over (64, 4) … (1,024, 256), each mixer at the best of four rates; {'; '.join(parts)}"
+
+
+def table(rows: list[Row]) -> str:
+    lines = []
+    for width in WIDTHS:
+        found = _standings(rows, width)
+        places = [f"{score['length']:,}, {score['pairs']}" for score in found[0]["accuracy"]] if found else []
+        lines += [
+            f"| d {width} | state, floats | rate | seeds | in training | mean | {' | '.join(places)} |",
+            "|---|---|---|---|---|---|" + "---|" * len(places),
+        ]
+        for standing in found:
+            scores = [f"{100 * s['accuracy']:.1f} ({100 * s['low']:.1f}–{100 * s['high']:.1f})" for s in standing["accuracy"]]
+            size = f"{standing['state_floats']:,}" if standing["state_floats"] else "grows"
+            few = [size, f"{standing['learning_rate']:.2g}", str(len(standing["seeds"])), f"{100 * standing['train_accuracy']:.1f}"]
+            lines.append(f"| {standing['label']} | {' | '.join([*few, f'{_mean(standing):.1f}', *scores])} |")
+        lines.append("")
+    note = (
+        "Accuracy in %, by length and pairs; in brackets the worst and the best seed, or with one seed the 95 % interval. "
+        f"{len(rows)} runs, {sum(row['diverged'] for row in rows)} of which ended in a loss that is not finite; chance 0.02 %."
+    )
+    return "\n".join([*lines, note, ""])
+
+
+def figure(rows: list[Row]) -> str:
+    lines = []
+    for label in MIXERS:
+        found = [standing for width in WIDTHS for standing in _standings(rows, width) if standing["label"] == label]
+        if found and all(standing["state_floats"] for standing in found):
+            lines.append(Curve(label, [standing["state_floats"] for standing in found], [_mean(standing) for standing in found]))
+    return str(
+        curves(
+            lines,
+            x_label="floats of state",
+            y_label="mean accuracy, %",
+            y_range=(0, 100),
+            log_x=True,
+            markers=True,
+            description="Mean accuracy by size of the state, a line a mixer from d 64 to d 128.",
+        )
+    )
