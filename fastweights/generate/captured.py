@@ -20,21 +20,16 @@ Read = Callable[[Tensor, Sequence[LayerState]], tuple[Hidden, list[LayerState]]]
 
 
 class CapturedPiece:
-    """``read`` of ``tokens`` tokens; both operands on the device, and nothing in it waits for the host."""
+    """``read`` of ``tokens`` tokens; both operands on the device, and nothing in it waits for the host. It must have run once before, as
+    what is compiled at a first call is compiled outside of a graph."""
 
     def __init__(self, read: Read, tokens: int, initial_states: Sequence[LayerState]) -> None:
         self.tokens, self._before = tokens, initial_states
         device = initial_states[0].place.device
         self._ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-        with torch.cuda.device(device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                read(self._ids, self._before)
-            torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._x, self._after = read(self._ids, self._before)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(self._graph):
+            self._x, self._after = read(self._ids, self._before)
 
     def __call__(self, ids: Int[Tensor, "1 T"], states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
         """As ``read``: ``states`` stay as they are, and what is returned is nobody else's."""
