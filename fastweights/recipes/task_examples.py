@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -92,7 +94,7 @@ def examples(settings: TaskSettings, state: Mapping[str, Any], start: int, proce
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
         context.set_forkserver_preload([__name__])
-        ahead = {"multiprocessing_context": context, "prefetch_factor": AHEAD, "worker_init_fn": _deaf_to_interrupts}
+        ahead = {"multiprocessing_context": context, "prefetch_factor": AHEAD, "worker_init_fn": _begin_worker}
     yield from DataLoader(Examples(settings, state, start), batch_size=None, num_workers=processes, collate_fn=_as_it_is, **ahead)
 
 
@@ -117,8 +119,17 @@ def _as_it_is(drawn: Any) -> Any:
     return drawn
 
 
-def _deaf_to_interrupts(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process, and the training still ends its window
+    threading.Thread(target=_end_with_the_training, daemon=True).start()
+
+
+def _end_with_the_training() -> None:
+    """Also if that is killed: torch's workers look only whether the process that forked them is there, and that waits for them."""
+    training = multiprocessing.parent_process()
+    assert training is not None
+    training.join()
+    os._exit(1)
 
 
 def _pick(settings: TaskSettings, rng: np.random.Generator) -> int:

@@ -1,8 +1,14 @@
 """Several models trained in turn by one process: each to the numbers that it has alone; examples drawn ahead; steps as graphs."""
 
+import contextlib
 import dataclasses
 import io
+import os
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,6 +193,47 @@ def test_examples_are_drawn_ahead_by_other_processes(job):
     alone.checkpoint.unlink()
     assert [point[:3] for point in finish(train_on_task(ahead, other)).curve] == [point[:3] for point in curve]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+READY = """
+from fastweights.recipes.task_examples import examples
+from fastweights.recipes.task_presets import TASK_PRESETS
+from fastweights.tasks import generator
+
+if __name__ == "__main__":
+    drawn = examples(TASK_PRESETS["mqar"], generator(0).bit_generator.state, 1, 2)
+    print(next(drawn).kind, flush=True)
+    input()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes as Linux shows them")
+def test_a_training_that_is_killed_leaves_no_process_behind(tmp_path):
+    (tmp_path / "training.py").write_text(READY)
+    mark = f"FASTWEIGHTS_TEST={tmp_path}"
+
+    def alive():
+        found = []
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                if mark.encode() in environment.read_bytes():
+                    found.append(environment)
+        return len(found)
+
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "training.py"],
+        env=os.environ | dict([mark.split("=", 1)]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as training:
+        assert training.stdout.readline() and alive() >= 3
+        training.kill()
+    patience = time.monotonic() + 20
+    while alive() and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert alive() == 0
 
 
 def test_questions_that_ask_nothing_change_nothing(job):
