@@ -72,7 +72,7 @@ def pass_on(owed, taps, dz, W: tl.constexpr):
 
 
 @triton.jit
-def gradient_kernel(
+def conv_gradient_kernel(
     x, weight, bias, state, dy, dlast, dx, dweight, dbias, bounds, rows, tokens, T, CH, stride, dy_stride,
     W: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STRETCH: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip

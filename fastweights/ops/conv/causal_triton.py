@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.conv.backward_triton import gradient_kernel, state_gradient_kernel, taps_of
+from fastweights.ops.conv.backward_triton import conv_gradient_kernel, state_gradient_kernel, taps_of
 
 CHANNELS, WARPS = 128, 4
 """Channels of one program of the backward, and of a document's edges; warps of the forward."""
@@ -183,7 +183,7 @@ def _backward(
     blocks, parts = triton.cdiv(CH, CHANNELS), triton.cdiv(B * T, stretch)
     dweight, dbias = weight.new_empty(parts, CH, W, dtype=torch.float32), weight.new_empty(parts, CH, dtype=torch.float32)
     if dx.numel():
-        gradient_kernel[(parts, blocks)](
+        conv_gradient_kernel[(parts, blocks)](
             x, weight, bias, state, dy, dlast, dx, dweight, dbias, bounds, B if bounds is None else len(bounds) - 1, B * T, T, CH,
             x.stride(1), dy.stride(1), W=W, SILU=activation, BC=CHANNELS, STRETCH=stretch, UNROLL=UNROLL, num_warps=1,
         )  # fmt: skip
