@@ -33,7 +33,7 @@ reading its operand takes 6 (8,192 tokens of 1,536 channels on an H200)."""
 
 
 def for_gates(x: Tensor) -> Tensor:
-    """x as a `Float32Linear` works with it, for several of them: float32 or float64, or bfloat16 where that multiplies it digit by digit."""
+    """x as a `Float32Linear` works with it, for several of them: float32 or float64, or bfloat16 where that multiplies it in digits."""
     digit_by_digit = x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 3 and x.shape[1] >= MANY and not torch.is_grad_enabled()
     return x if digit_by_digit else at_least_float32(x)
 
@@ -87,9 +87,10 @@ class Float32Linear(Float32Module, nn.Linear):
 
     def _in_digits(self, x: Tensor) -> Tensor:
         """`forward` of bfloat16 as it is: three products of bfloat16 on the tensor cores, added up in float32."""
+        weight = F.pad(self.weight, (0, 0, 0, -len(self.weight) % 8))  # cuBLAS has no fast kernel for other numbers of columns
         with outside_autocast(x):
-            y = torch.mm(x.flatten(0, -2), digits(self.weight).flatten(0, 1).t(), out_dtype=torch.float32)
-        high, middle, low = y.unflatten(-1, (3, -1)).unbind(-2)
+            y = torch.mm(x.flatten(0, -2), digits(weight).flatten(0, 1).t(), out_dtype=torch.float32)
+        high, middle, low = y.unflatten(-1, (3, -1))[..., : len(self.weight)].unbind(-2)
         y = (low + middle + high).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 

@@ -34,12 +34,21 @@ class CapturedPiece:
     def __call__(self, ids: Int[Tensor, "1 T"], states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
         """As ``read``: ``states`` stay as they are, and what is returned is nobody else's."""
         self._ids.copy_(ids, non_blocking=True)
-        torch._foreach_copy_(list(_tensors(self._before)), list(_tensors(states)))
+        _copy(self._before, states)
         with torch.cuda.device(self._ids.device):
             self._graph.replay()
         after = [map_state(torch.empty_like, state) for state in self._after]
-        torch._foreach_copy_(list(_tensors(after)), list(_tensors(self._after)))
+        _copy(after, self._after)
         return self._x.clone(), after
+
+
+def _copy(to: Sequence[LayerState], states: Sequence[LayerState]) -> None:
+    """A launch for each dtype."""
+    places, values = list(_tensors(to)), list(_tensors(states))
+    for dtype in {x.dtype for x in places}:
+        torch._foreach_copy_(
+            [x for x in places if x.dtype == dtype], [x for x, place in zip(values, places, strict=True) if place.dtype == dtype]
+        )
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

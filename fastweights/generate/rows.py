@@ -61,7 +61,8 @@ class Rows:
         self.graphs = {plain: self._capture(plain) for plain in (True, False)} if device.type == "cuda" else {}
         self.run_ahead = bool(self.graphs)
         """Does it pay to launch a step before the last one was read?"""
-        self._places = [(self.output.cpu().pin_memory(), torch.cuda.Event()) for _ in self.graphs]
+        with torch.inference_mode(False):  # to be written into by whoever takes a step
+            self._places = [(torch.zeros(count, dtype=torch.int64, pin_memory=True), torch.cuda.Event()) for _ in self.graphs]
         """Where the host finds what two steps under way tell it, by turns."""
 
     def put(
