@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,7 +61,7 @@ def _jobs(settings: TaskCompareSettings, rates: Mapping[str, Sequence[float]], s
             save=settings.save_models,
             graphs=on_gpu and settings.graphs,
             at_once=at_once,
-            drawers=max(1, min(4, (cores() - 1) // (at_once * max(1, settings.processes)))) if on_gpu else 0,
+            drawers=max(1, min(4, (os.cpu_count() or 1) // (at_once * max(1, settings.processes)))) if on_gpu else 0,
         )
         for label in settings.mixers
         for rate in rates[label]

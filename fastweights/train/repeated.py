@@ -62,7 +62,7 @@ class Repeated:
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 self.step(kind, place)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, it comes again below if it has nothing to do with recording
             first: BaseException = error
             while first.__context__ is not None:  # ending a failed recording fails too
                 first = first.__context__
