@@ -39,12 +39,29 @@ def accuracy(
     continuation; all other tasks are read in one pass. ``batch_tokens`` bounds the tokens of a forward pass, never the result.
     ``on_samples`` is told how many sequences each step did.
     """
+    for part in measured(model, tasks, samples=samples, seed=seed, batch_tokens=batch_tokens, confidence=confidence):
+        if isinstance(part, int):
+            on_samples(part)
+        else:
+            yield part
+
+
+def measured(
+    model: Model,
+    tasks: Iterable[Task],
+    *,
+    samples: int = 1000,
+    seed: int = EVALUATION_SEED,
+    batch_tokens: int = 32_768,
+    confidence: float = 0.95,
+) -> Iterator[int | dict[str, Any]]:
+    """`accuracy`, and among its rows the number of sequences of every step as it is done: for who has something to do between steps."""
     for task in tasks:
         score, told = Score(), list[int]()
         for batch in batches(task, samples, seed=seed, batch_tokens=batch_tokens):
             score += task.score(_answers(model, task, batch), batch)
             told += batch.prompt_tokens.tolist() if isinstance(batch, NeedleBatch) else []
-            on_samples(len(batch))
+            yield len(batch)
         fixed = {"task": task.name, **task.parameters(), "chance": task.chance, "ceiling": task.ceiling}
         if told:
             fixed |= {"prompt_tokens": sum(told) / len(told), "shortest_prompt": min(told), "longest_prompt": max(told)}

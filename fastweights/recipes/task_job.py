@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastweights.evaluate.accuracy import accuracy
+from fastweights.evaluate.accuracy import measured
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
 from fastweights.recipes.pool import Report, finish
 from fastweights.recipes.settings import Variant
@@ -160,19 +160,16 @@ class TaskJob:
         trained = yield from train_on_task(self, model, report=report, should_stop=should_stop)
         if trained is None:
             return None
-        total, done = settings.samples * len(settings.evaluate), 0
-
-        def measured(samples: int) -> None:
-            nonlocal done
-            done += samples
-            report("measuring", done, total, "")
-
-        rows = []
-        for row in accuracy(model, settings.evaluate, samples=settings.samples, on_samples=measured):
-            rows.append(row)
-            if should_stop():
-                return None
-            yield
+        total, done, rows = settings.samples * len(settings.evaluate), 0, []
+        for part in measured(model, settings.evaluate, samples=settings.samples):
+            if isinstance(part, int):
+                done += part
+                report("measuring", done, total, "")
+                yield
+            else:
+                rows.append(part)
+                if should_stop():
+                    return None
         if self.save:
             model.save_pretrained(self.saved)
         self.checkpoint.unlink(missing_ok=True)
