@@ -134,10 +134,10 @@ def test_pieces_number_every_token_once(lengths, size):
 
 def test_long_rows_of_few_heads_are_split():
     tiles = Tiles(64, 64, 4, 2, 3, 128, 64, 8, 3)
-    assert segment_size(1, 131_072, 4, 128, 128, tiles) == (5504, True)  # 24 segments × 4 heads × 4 tiles of maps
-    assert segment_size(8, 8192, 8, 128, 128, tiles) == (4096, False)  # the backward's repeat alone
-    assert segment_size(64, 8192, 8, 128, 128, tiles) == (8256, False)
-    assert segment_size(1, 512, 4, 128, 128, tiles) == (576, False)
+    assert segment_size(1, 131_072, 4, 128, tiles) == (4096, True)  # 32 segments × 4 heads × 2 tiles
+    assert segment_size(8, 8192, 8, 128, tiles) == (4096, False)  # the backward's repeat alone
+    assert segment_size(64, 8192, 8, 128, tiles) == (8256, False)
+    assert segment_size(1, 512, 4, 128, tiles) == (576, False)
 
 
 def test_fake_shapes_are_the_real_ones():

@@ -283,23 +283,18 @@ class Tiles(NamedTuple):
 
 PROGRAMS = 256
 """Walks a call is split into where its rows and heads are fewer: about two for each multiprocessor of an H200."""
-MAPS = 384
-"""The same for their maps, whose programs are smaller: three for each multiprocessor. One program more would wait for all others to end."""
 PARTS = 4
 """Fewest segments of a row that run at once. The maps cost twice the walk, so fewer do not pay; the backward's repeat needs no maps."""
 
 
-def segment_size(rows: int, tokens: int, heads: int, keys: int, values: int, tiles: Tiles) -> tuple[int, bool]:
+def segment_size(rows: int, tokens: int, heads: int, values: int, tiles: Tiles) -> tuple[int, bool]:
     """Tokens of a segment (more than ``tokens`` where one is a row), and whether the forward and the gradient run them all at once."""
     whole = -(-(tokens + 1) // tiles.chunk) * tiles.chunk
     if tiles.segment:
         size = min(abs(tiles.segment), whole)
         return size, size <= tokens and tiles.segment > 0
-    columns = min(padded(values), tiles.columns)
-    walks = rows * heads * -(-values // columns)
+    walks = rows * heads * -(-values // min(padded(values), tiles.columns))
     parts = min(PROGRAMS // max(walks, 1), tokens // (8 * tiles.chunk))
-    if parts >= PARTS:
-        parts = max(PARTS, min(parts, MAPS // (walks + rows * heads * -(-keys // columns))))
     return (whole, False) if parts < 2 else (-(-tokens // (parts * tiles.chunk)) * tiles.chunk, parts >= PARTS)
 
 
@@ -326,7 +321,7 @@ class Plan(NamedTuple):
 def plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, tiles: Tiles) -> Plan:
     B, T, H, V = v.shape
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    size, split = segment_size(rows, T, H, k.shape[3], V, tiles)
+    size, split = segment_size(rows, T, H, V, tiles)
     chunks, segments, whole = (cut(B, T, s, cu_seqlens) for s in (tiles.chunk, size, T + 1))
     return Plan(chunks, segments, whole, split, tiles, *operand_in_full(q.dtype, k.dtype, v.dtype))
 
@@ -400,7 +395,6 @@ def walk(
         T, pieces.size, way.segments.size, H, H // Hk, K, V, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         C=way.tiles.chunk, BK=padded(K), BV=BV, NV=NV, NK=NK, RATES=RATES,
         PRECISION=way.precision, STAGES=way.tiles.stages, num_warps=way.tiles.warps,
-        maxnreg=168 if NK and way.dot == torch.bfloat16 and way.tiles.warps == 4 else None,  # three maps on a multiprocessor instead of two
     )  # fmt: skip
 
 

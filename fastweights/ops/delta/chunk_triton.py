@@ -123,7 +123,7 @@ def delta_forward_shapes(q, k, v, beta, log_decay, ks, vs, qs, state, cu_seqlens
     chunks = piece_count(B, T, tiles.chunk, cu_seqlens)
     inverse = v.new_empty(chunks, H, tiles.chunk, tiles.chunk, dtype=operand(q.dtype, k.dtype, v.dtype)[0])
     rates = final.new_empty(chunks, H, RATES, tiles.chunk)
-    size, split = segment_size(rows, T, H, K, V, tiles)
+    size, split = segment_size(rows, T, H, V, tiles)
     segments = piece_count(B, T, size, cu_seqlens)
     starts = final.new_empty(segments, H, K, V) if size <= T else final.new_empty(0)
     maps = final.new_empty(segments, H, K, K + V) if split else final.new_empty(0)
