@@ -37,6 +37,25 @@ def test_swiglu_is_its_equation():
     assert torch.allclose(mlp(x), (z * torch.sigmoid(z) * (x @ up.T)) @ down.T, rtol=1e-12)
 
 
+def test_whoever_hooks_into_a_projection_or_takes_its_place_is_asked():
+    mlp, x = SwiGLU(6, 10), torch.randn(2, 3, 6)
+    expected, gate, called = mlp(x), mlp.gate_proj, []
+    hook = gate.register_forward_hook(lambda *_: called.append("hook"))
+    mlp(x)
+    hook.remove()
+    gate.forward = lambda x: called.append("forward") or F.linear(x, gate.weight)
+    mlp(x)
+    del gate.forward
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            called.append("adapter")
+            return F.linear(x, gate.weight)
+
+    mlp.gate_proj = Adapter(6, 10, bias=False)
+    assert torch.equal(mlp(x), expected) and called == ["hook", "forward", "adapter"]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_short_convolution_is_torch_conv1d(size):
     conv, x = ShortConv(5, size).double(), torch.randn(2, 9, 5, dtype=torch.float64)

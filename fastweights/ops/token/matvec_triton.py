@@ -44,16 +44,16 @@ def matvec_kernel(
         pieces, others, inputs = (), (), ()
         for i in tl.static_range(AT_ONCE):
             if start + i * BK < D:
-                pieces = pieces + (piece(weight, n, start + i * BK + k, N, D),)  # noqa: RUF005 - Triton's Python
+                pieces = pieces + (piece(weight, n, start + i * BK + k, N, D),)  # type: ignore[assignment]  # noqa: RUF005 - Triton's Python
                 if GATED:
-                    others = others + (piece(other, n, start + i * BK + k, N, D),)  # noqa: RUF005
+                    others = others + (piece(other, n, start + i * BK + k, N, D),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(AT_ONCE):
             if start + i * BK < D:
                 kk = start + i * BK + k[None, :]
-                inputs = inputs + (tl.load(x + same + kk, mask=kk < D, other=0.0),)  # noqa: RUF005
+                inputs = inputs + (tl.load(x + same + kk, mask=kk < D, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(AT_ONCE):
             if start + i * BK < D:
-                value = inputs[i].to(tl.float32)
+                value = inputs[i].to(tl.float32)  # type: ignore[var-annotated]
                 if GATED:
                     gates += pieces[i].to(tl.float32) * value
                     sums += others[i].to(tl.float32) * value
