@@ -19,6 +19,8 @@ from fastweights.ops.decay.segments_triton import Tile
 from fastweights.ops.decay.step_triton import decay_step_triton_
 from fastweights.ops.delta.chunk_triton import TILES, chunk_delta_triton
 from fastweights.ops.delta.step_triton import delta_step_triton_
+from fastweights.ops.token.head_dots_triton import head_dots_triton
+from fastweights.ops.token.matvec_triton import matvec_triton
 from tests.ops import ccq_loop
 from tests.ops import test_conv as conv_cases
 from tests.ops.grid import Case, bounds, make, run
@@ -103,6 +105,19 @@ def test_conv():
     with watched():
         found = conv_cases.differentiate(lambda x, w, b, s: causal_conv_triton(x, w, bias=b, state=s, cu_seqlens=bounds(LENGTHS)), x)
     finite(found)
+
+
+def test_what_is_made_of_each_token():
+    x, token = torch.randn(1, 5, 7 * 20 + 3)[..., 3:].unflatten(-1, (7, 20)), torch.randn(1, 1, 600)
+    weights = torch.randn(5, 600), torch.randn(5, 600)
+    with watched():
+        found = [head_dots_triton(x, None), head_dots_triton(x, torch.randn(7, 20))]
+        found += [
+            *matvec_triton(token, *weights, False),
+            matvec_triton(token, *weights, True)[0],
+            matvec_triton(token, weights[0], None, False)[0],
+        ]
+    finite(dict(enumerate(found)))
 
 
 @pytest.mark.parametrize("T, K", [(1, 20), pytest.param(3, 20, marks=FULL), (1, 16)])
