@@ -102,7 +102,7 @@ def llama(name: str, arguments: argparse.Namespace) -> Subject:
     """transformers' Llama in the shape of our transformer, with our loss in pieces."""
     from transformers.models.llama import modeling_llama
 
-    from fastweights.models.loss import next_token_targets, token_losses
+    from fastweights.models.loss import next_token_targets, summed_losses
 
     shape = _shape(name, "num_attention_heads") | {"max_position_embeddings": arguments.tokens, "attn_implementation": "sdpa"}
     model = modeling_llama.LlamaForCausalLM(modeling_llama.LlamaConfig(**shape))
@@ -112,7 +112,7 @@ def llama(name: str, arguments: argparse.Namespace) -> Subject:
     def loss(batch: Batch) -> Tensor:
         rows = _rows(batch, arguments)
         hidden = model.model(rows["input_ids"], use_cache=False).last_hidden_state
-        return token_losses(hidden, model.lm_head, next_token_targets(rows["labels"])).sum() / batch["items"]
+        return summed_losses(hidden, model.lm_head, next_token_targets(rows["labels"])) / batch["items"]
 
     return model, loss, {"backend": "sdpa", "input": "batch", "loss": "pieces"}
 

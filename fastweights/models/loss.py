@@ -2,22 +2,23 @@
 
 Why not `torch.nn.functional.linear_cross_entropy`: it is new in torch 2.13, and 2.11 is allowed here, so it would be a second way and not
 another. And with bfloat16 operands, in 2.13, it also returns the loss in bfloat16: a sum over 8,192 tokens came out 2.5 % off. It casts
-nothing under autocast, breaks the graph under torch.compile, and takes a weight where ours takes any head. In float32 it is better than
-ours: docs/training.md has the figures. Once 2.13 is the oldest and the loss is float32, it should replace `token_losses`.
+nothing under autocast, and breaks the graph under torch.compile. Once 2.13 is the oldest and the loss is float32, it should replace
+`summed_losses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastweights.notation import CuSeqlens, Hidden
-from fastweights.precision import at_least_float32
+from fastweights.precision import at_least_float32, outside_autocast
 
 IGNORE = -100
 """The label that asks for no prediction, as everywhere in PyTorch."""
@@ -63,11 +64,68 @@ def token_losses(
 
     Logits exist for `CHUNK` tokens at a time, `GPU_CHUNK` on a GPU. With gradients each chunk makes its logits again in the backward pass.
     """
-    chunk = GPU_CHUNK if hidden.is_cuda else CHUNK
-    pieces = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
 
     def of_piece(x: Tensor, target: Tensor) -> Tensor:
         return losses(head(x), target)
 
-    found = [checkpoint(of_piece, *piece, use_reentrant=False) if torch.is_grad_enabled() else of_piece(*piece) for piece in pieces]
+    grad = torch.is_grad_enabled()
+    found = [checkpoint(of_piece, *piece, use_reentrant=False) if grad else of_piece(*piece) for piece in _pieces(hidden, targets)]
     return torch.cat(found).view(targets.shape)
+
+
+def summed_losses(
+    hidden: Hidden,
+    head: Callable[[Tensor], Tensor],
+    targets: Int[Tensor, "B T"],
+    losses: Callable[[Tensor, Tensor], Tensor] = losses_of_logits,
+    with_gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
+) -> Float[Tensor, ""]:
+    """The sum of `token_losses`. Where gradients are wanted and ``head`` is a plain `torch.nn.Linear`, they are made with the loss, so that
+    the logits are made once: `loss_and_gradients` (or ``with_gradients``, that compiled) of each chunk."""
+    if torch.is_grad_enabled() and type(head) is nn.Linear and head.bias is None:
+        return _Summed.apply(hidden, head.weight, targets, with_gradients or loss_and_gradients)
+    return token_losses(hidden, head, targets, losses).sum()
+
+
+def loss_and_gradients(
+    x: Float[Tensor, "n D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " n"]
+) -> tuple[Float[Tensor, ""], Float[Tensor, "n D"], Float[Tensor, "V D"]]:
+    """The summed loss of logits ``x weightᵀ``, and its gradients by x and weight. The softmax is in float32 (float64 for float64)."""
+    logits = F.linear(x, weight)
+    wide, asked, place = at_least_float32(logits), targets != IGNORE, targets.clamp(min=0)
+    norm = wide.logsumexp(-1)
+    loss = (norm - wide.gather(-1, place.unsqueeze(-1)).squeeze(-1)).where(asked, 0).sum()
+    right = torch.arange(weight.shape[0], device=x.device) == place.unsqueeze(-1)
+    error = ((wide - norm.unsqueeze(-1)).exp() - right.to(wide.dtype)).where(asked.unsqueeze(-1), 0).to(logits.dtype)
+    return loss, error @ weight, error.t() @ x
+
+
+class _Summed(torch.autograd.Function):
+    """All chunks of `loss_and_gradients`; what the weight gets is added up in float32."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, with_gradients):
+        kind, dtype = hidden.device.type, torch.promote_types(hidden.dtype, weight.dtype)
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        with outside_autocast(hidden):
+            narrow = weight.to(dtype)
+            total, dweight, dx = 0.0, torch.zeros_like(at_least_float32(weight)), []
+            for x, target in _pieces(hidden, targets):
+                loss, dpiece, dw = with_gradients(x.to(dtype), narrow, target)
+                total = total + loss
+                dweight += dw
+                dx.append(dpiece)
+            ctx.save_for_backward(torch.cat(dx).view(hidden.shape), dweight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        dx, dweight = ctx.saved_tensors
+        return at_least_float32(dx) * upstream, dweight * upstream, None, None  # in bfloat16 1/items could be 0.4 % off
+
+
+def _pieces(hidden: Hidden, targets: Int[Tensor, "B T"]) -> Iterator[tuple[Tensor, Tensor]]:
+    chunk = GPU_CHUNK if hidden.is_cuda else CHUNK
+    return zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)

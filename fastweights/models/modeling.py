@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple
 from fastweights.layers import RMSNorm, SwiGLU
 from fastweights.models.cache import FastWeightsCache, LayerState
 from fastweights.models.config import FastWeightsConfig
-from fastweights.models.loss import IGNORE, losses_of_logits, next_token_targets, token_losses
+from fastweights.models.loss import IGNORE, loss_and_gradients, losses_of_logits, next_token_targets, summed_losses, token_losses
 from fastweights.models.padding import Packing, real_tokens
 from fastweights.notation import CuSeqlens, Hidden
 
@@ -174,7 +174,8 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers declares it
 
     losses_of_logits: Any = staticmethod(losses_of_logits)
-    """A compiled one may take its place."""
+    loss_and_gradients: Any = staticmethod(loss_and_gradients)
+    """Compiled ones may take their places."""
 
     def __init__(self, config: FastWeightsConfig) -> None:
         super().__init__(config)
@@ -228,7 +229,10 @@ class FastWeightsForCausalLM(FastWeightsPreTrainedModel, GenerationMixin):
             targets = next_token_targets(labels, attention_mask, cu_seqlens)
             have_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
             losses = self.losses_of_logits
-            total = (losses(logits, targets) if have_all else token_losses(hidden, self.lm_head, targets, losses)).sum()
+            if have_all:
+                total = losses(logits, targets).sum()
+            else:
+                total = summed_losses(hidden, self.lm_head, targets, losses, self.loss_and_gradients)
             items = (targets != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)})

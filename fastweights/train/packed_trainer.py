@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 
 from fastweights.models import FastWeightsForCausalLM, parameter_groups
-from fastweights.models.loss import losses_of_logits
+from fastweights.models.loss import loss_and_gradients, losses_of_logits
 from fastweights.train.carry import CarriedMemory, batches_of, check_carry
 from fastweights.train.checkpoints import keep_newest
 from fastweights.train.corpus import Corpus
@@ -269,6 +269,7 @@ def compile_layers(model: nn.Module) -> None:
             module.compile()
         if isinstance(module, FastWeightsForCausalLM):
             module.losses_of_logits = torch.compile(losses_of_logits)
+            module.loss_and_gradients = torch.compile(loss_and_gradients)
 
 
 def input_names(model: Model) -> list[str]:

@@ -87,6 +87,27 @@ def test_the_loss_without_all_logits_is_the_same(chunk, monkeypatch):
         largest = 0
 
 
+def test_gradients_made_with_the_loss_in_bfloat16_are_as_good_as_autograds():
+    """Under autocast, of a mean whose 1/items bfloat16 has not; and all in one direction would be an error that no optimizer averages out."""
+    x, head, targets = torch.randn(1, 300, 32), torch.nn.Linear(32, 61, bias=False), torch.randint(61, (1, 300))
+    targets[0, ::7] = IGNORE
+
+    def of(form, dtype=torch.float32):
+        inputs, layer = x.detach().to(dtype).requires_grad_(), torch.nn.Linear(32, 61, bias=False, dtype=dtype)
+        layer.weight.data.copy_(head.weight)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            total = form(inputs, layer) / 257
+        return [total, *torch.autograd.grad(total, (inputs, layer.weight))]
+
+    pieces = of(lambda x, layer: loss.summed_losses(x, layer, targets))
+    whole = of(lambda x, layer: loss.losses_of_logits(layer(x), targets).sum())
+    exact = of(lambda x, layer: loss.losses_of_logits(layer(x), targets).sum(), torch.float64)
+    for made, plain, true in zip(pieces, whole, exact, strict=True):
+        assert made.dtype == torch.float32
+        assert (made - true).norm() <= 1.2 * (plain - true).norm() + 1e-6 * true.norm()
+        assert abs((made * true).sum() / true.square().sum() - 1) < 1e-3
+
+
 @torch.no_grad()
 def test_logits_to_keep():
     model, ids = tiny_model(), tokens(2, 9)
