@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fastweights.layers.linear import plain
 from fastweights.notation import CuSeqlens, Hidden
 from fastweights.precision import at_least_float32, outside_autocast
 
@@ -82,7 +83,7 @@ def summed_losses(
 ) -> Float[Tensor, ""]:
     """The sum of `token_losses`. Where gradients are wanted and ``head`` is a plain `torch.nn.Linear`, they are made with the loss, so that
     the logits are made once: `loss_and_gradients` (or ``with_gradients``, that compiled) of each chunk."""
-    if torch.is_grad_enabled() and type(head) is nn.Linear and head.bias is None:
+    if torch.is_grad_enabled() and isinstance(head, nn.Linear) and plain(head):
         return _Summed.apply(hidden, head.weight, targets, with_gradients or loss_and_gradients)
     return token_losses(hidden, head, targets, losses).sum()
 

@@ -88,7 +88,7 @@ def test_the_loss_without_all_logits_is_the_same(chunk, monkeypatch):
 
 
 def test_gradients_made_with_the_loss_in_bfloat16_are_as_good_as_autograds():
-    """Under autocast, of a mean whose 1/items bfloat16 has not; and all in one direction would be an error that no optimizer averages out."""
+    """Under autocast, of a mean whose 1/items bfloat16 has not: all gradients would be off alike, which no optimizer averages out."""
     x, head, targets = torch.randn(1, 300, 32), torch.nn.Linear(32, 61, bias=False), torch.randint(61, (1, 300))
     targets[0, ::7] = IGNORE
 
