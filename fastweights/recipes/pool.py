@@ -119,9 +119,12 @@ def _run_here(jobs: Sequence[Work], at_once: int, report_of, on_row, should_stop
                 on_row(row)
 
     waiting, running = deque(enumerate(jobs)), list[Generator]()
-    while running or (waiting and not ending()):
-        while waiting and len(running) < at_once and not ending():
-            running.append(work(*waiting.popleft()))
+    while running or waiting:
+        while waiting and len(running) < at_once:
+            if ending():
+                waiting.clear()
+            else:
+                running.append(work(*waiting.popleft()))
         running = [one for one in running if next(one, _END) is not _END]
     if failures:
         raise failures[0]

@@ -134,7 +134,7 @@ def test_a_time_is_that_of_one_step_or_one_prompt(monkeypatch):
     bench, peak = Bench(model, 8, 3, 0), Peak(torch.device("cpu"))
     every = [Case(16, 2, "rows"), Case(16, 2, "engine"), Case(16, 2, "generate"), Case(17, 1, "prompt")]
     monkeypatch.setattr(bench_cases, "time", SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0] / 2))
-    monkeypatch.setattr(Rows, "step", takes(0.2, Rows.step))
+    monkeypatch.setattr(Rows, "launch", takes(0.2, Rows.launch))
     monkeypatch.setattr(Passes, "read", takes(0.05, Passes.read))
     monkeypatch.setattr(model, "generate", takes(0.3, model.generate))
     found = []

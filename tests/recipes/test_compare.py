@@ -100,7 +100,7 @@ def test_another_way_to_measure_trains_nothing(run, small, monkeypatch):
 
 def test_an_interrupted_comparison_goes_on_as_if_nothing_had_been(run, tmp_path, monkeypatch):
     straight, _ = run(out=tmp_path / "straight")
-    stops = iter([False, True])
+    stops = iter([False, False, True])  # before the run begins, then after each of its pieces
     monkeypatch.setattr(pool, "_interrupts", lambda console: _always(lambda: next(stops, True)))
     with pytest.raises(KeyboardInterrupt):
         run()
