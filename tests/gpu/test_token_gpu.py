@@ -20,9 +20,20 @@ def test_head_dots(B, T, H, K, weighted, dtype):
     weight = torch.randn(H, K, device="cuda") if weighted else None
     with torch.no_grad():
         got, again = head_dots(x, weight), head_dots(x, weight)
-    plain = head_dots(x.detach().requires_grad_(), weight).detach()  # where a gradient may be asked for
+    plain = (x.float() * (x.float() if weight is None else weight)).sum(-1)
     assert torch.equal(got, again)
     compare({"y": got}, {"y": plain}, {"y": head_dots(x.double(), weight)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_squares(dtype):
+    x = torch.randn(1, 700, 3, 96, device="cuda", dtype=dtype)
+    up = torch.randn(1, 700, 3, device="cuda")
+    found = []
+    for form, kind in ((head_dots, dtype), (lambda x: x.float().square().sum(-1), dtype), (head_dots, torch.float64)):
+        leaf = x.to(kind).requires_grad_()
+        found.append({"dx": torch.autograd.grad(form(leaf), leaf, up.to(kind) if kind == torch.float64 else up)[0]})
+    compare(*found)
 
 
 @pytest.mark.parametrize("bias", [True, False])
