@@ -25,5 +25,11 @@ def project_gated(x: Tensor, gate: Any, up: Any) -> Tensor:
 
 def plain(*projections: nn.Module) -> bool:
     """Are they no more than their weights? An adapter in their place, or whoever hooks into them, is asked itself."""
-    plain = [type(p) is nn.Linear and p.bias is None and "forward" not in vars(p) for p in projections]
-    return all(plain) and not any(p._forward_hooks or p._forward_pre_hooks for p in projections)
+    return all(
+        type(p) is nn.Linear
+        and type(p.weight) in (nn.Parameter, Tensor)  # quantised weights are of types of their own
+        and p.bias is None
+        and "forward" not in vars(p)
+        and not (p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks)
+        for p in projections
+    )

@@ -93,7 +93,8 @@ def loss_and_gradients(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n D"], Float[Tensor, "V D"]]:
     """The summed loss of logits ``x weightᵀ``, and its gradients by x and weight. The softmax is in float32 (float64 for float64)."""
     logits = F.linear(x, weight)
-    wide, asked, place = at_least_float32(logits), targets != IGNORE, targets.clamp(min=0)
+    wide, asked = at_least_float32(logits), targets != IGNORE
+    place = targets.where(asked, 0)
     norm = wide.logsumexp(-1)
     loss = (norm - wide.gather(-1, place.unsqueeze(-1)).squeeze(-1)).where(asked, 0).sum()
     right = torch.arange(weight.shape[0], device=x.device) == place.unsqueeze(-1)
@@ -107,7 +108,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, with_gradients):
         kind, dtype = hidden.device.type, torch.promote_types(hidden.dtype, weight.dtype)
-        if kind != "meta" and torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(kind)
         with outside_autocast(hidden):
             narrow = weight.to(dtype)

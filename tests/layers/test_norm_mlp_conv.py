@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from fastweights.layers import RMSNorm, SwiGLU
 from fastweights.layers.conv import ShortConv
+from fastweights.layers.linear import plain
 
 
 def test_norm_is_its_equation_with_and_without_a_gate():
@@ -39,21 +40,29 @@ def test_swiglu_is_its_equation():
 
 def test_whoever_hooks_into_a_projection_or_takes_its_place_is_asked():
     mlp, x = SwiGLU(6, 10), torch.randn(2, 3, 6)
-    expected, gate, called = mlp(x), mlp.gate_proj, []
-    hook = gate.register_forward_hook(lambda *_: called.append("hook"))
+    expected, down, called = mlp(x), mlp.down_proj, []
+    for register in (down.register_forward_hook, down.register_forward_pre_hook, down.register_full_backward_hook):
+        hook = register(lambda *_, name=register.__name__: called.append(name))
+        mlp(x).sum().backward()
+        hook.remove()
+    down.forward = lambda x: called.append("forward") or F.linear(x, down.weight)
     mlp(x)
-    hook.remove()
-    gate.forward = lambda x: called.append("forward") or F.linear(x, gate.weight)
-    mlp(x)
-    del gate.forward
+    del down.forward
 
     class Adapter(torch.nn.Linear):
         def forward(self, x):
             called.append("adapter")
-            return F.linear(x, gate.weight)
+            return F.linear(x, down.weight)
 
-    mlp.gate_proj = Adapter(6, 10, bias=False)
-    assert torch.equal(mlp(x), expected) and called == ["hook", "forward", "adapter"]
+    class Quantised(torch.Tensor):
+        pass
+
+    mlp.down_proj = Adapter(10, 6, bias=False)
+    assert torch.equal(mlp(x), expected)
+    assert called == ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward", "adapter"]
+    assert plain(down)
+    down.weight = torch.nn.Parameter(down.weight.detach().as_subclass(Quantised))
+    assert not plain(down)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -108,6 +108,22 @@ def test_gradients_made_with_the_loss_in_bfloat16_are_as_good_as_autograds():
         assert abs((made * true).sum() / true.square().sum() - 1) < 1e-3
 
 
+def test_gradients_made_with_the_loss_take_what_logits_would_take():
+    """A label that is none is an error, float64 is no business of autocast's, and who hooks into the projection is asked."""
+    model, ids, called = tiny_model(tie_word_embeddings=False), tokens(2, 9), []
+    wrong = ids.clone()
+    for label in (-1, 61):
+        wrong[0, 4] = label
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            model(ids, labels=wrong, logits_to_keep=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, pieces = (model.double()(ids, labels=ids, logits_to_keep=keep).loss for keep in (0, 1))
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=0)
+    model.float().lm_head.register_full_backward_hook(lambda *_: called.append("backward"))
+    model(ids, labels=ids, logits_to_keep=1).loss.backward()
+    assert called == ["backward"]
+
+
 @torch.no_grad()
 def test_logits_to_keep():
     model, ids = tiny_model(), tokens(2, 9)
