@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from fastweights.evaluate.statistics import Estimate, Numbers, ratio_estimate
 
-LOGITS = 2**25
-"""Most logits that exist at a time."""
+LOGITS = {"cpu": 2**25, "cuda": 2**28}
+"""Most logits that exist at a time, by the kind of device: a GPU wants more work in a call."""
 FIRST_BUCKET = 16
 """Tokens of the first bucket of the curve over position; from there on two buckets an octave."""
 
@@ -151,7 +151,8 @@ def stream_nats(model: PreTrainedModel, ids: Int[Tensor, "R L_plus_one"], *, chu
 
 def _rows(model: PreTrainedModel, columns: int) -> int:
     """Windows scored side by side."""
-    return max(1, min(16384, LOGITS // model.config.vocab_size) // columns)
+    most = LOGITS.get(model.device.type, LOGITS["cpu"])
+    return max(1, min(16384, most // model.config.vocab_size) // columns)
 
 
 def _batched(items: list, size: int) -> Iterator[list]:

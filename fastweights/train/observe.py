@@ -1,7 +1,7 @@
 """What the gates of a model do on real text: write strength, decay and CCQ's λ, by layer.
 
 Looked at in a forward pass of its own, without gradients, on the first window of a logged step: the step itself is left as it is,
-compiled or not, and nothing in it waits for these numbers.
+and nothing in it waits for these numbers. The pass is never compiled: where the step is, that would be a second time, for one window.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def observe(model: nn.Module, inputs: Inputs) -> dict[str, float]:
     """
     layers = [module for module in model.modules() if isinstance(module, FastWeightAttention)]
     training = model.training
-    with _recording(layers) as seen:
+    with _recording(layers) as seen, torch.compiler.set_stance("force_eager"):
         model.eval()
         model(**inputs, use_cache=False, logits_to_keep=1)
         model.train(training)
@@ -91,6 +91,7 @@ def _recording(layers: list[FastWeightAttention]) -> Iterator[list[dict[str, Ten
         yield seen
     finally:
         for rule, _ in watched:
-            rule.watched, rule.lambda_times_trace = False, None
+            for name in ("watched", "lambda_times_trace"):
+                rule.__dict__.pop(name, None)  # those of the class again: what compiled code knows the rule by
         for hook in hooks:
             hook.remove()

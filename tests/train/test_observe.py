@@ -72,3 +72,25 @@ def test_observing_leaves_the_model_as_it_was(row):
     assert all(p.grad is None for p in kla.parameters())
     for layer in kla.model.layers:
         assert not layer.mixer.read.watched and not layer.mixer.read._forward_hooks and not layer.mixer.write._forward_hooks
+
+
+@pytest.mark.full
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own, about this machine
+def test_observing_a_compiled_model_compiles_nothing(row):
+    from torch._dynamo.utils import counters
+
+    kla = model("kla+ccq").train()
+    for layer in kla.model.layers:
+        layer.compile(backend="eager", dynamic=True)
+
+    def graphs():
+        kla(**row, use_cache=False).loss.backward()
+        return counters["stats"]["unique_graphs"]
+
+    row = {name: row[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    graphs()
+    compiled = graphs()
+    seen = observe(kla, first_window(row, 16))
+    assert compiled and seen["layer00/lambda_mean"] > 0
+    assert graphs() == compiled
