@@ -3,7 +3,7 @@
 An experiment is a folder NNN_name with a config.py:
 
 * ``QUESTION``: what is asked, in a line.
-* ``run(lab)``: calls of `Lab.fastweights`, whose outputs go to runs/experiments/NNN_name, which is not committed.
+* ``run(lab)``: calls of `Lab.fastweights` and `Lab.together`, whose outputs go to runs/experiments/NNN_name, which is not committed.
 * ``rows(folder)``: the rows that are kept of those outputs, in results.jsonl; each with its provenance, seed and n.
 * ``answer(rows)``, ``table(rows)``, ``figure(rows)``: a sentence for the README of the project, a table for that of the experiment, an SVG.
 
@@ -20,6 +20,9 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +47,41 @@ class Lab:
             raise SystemExit(f"{DATA} does not name the folder of the texts that docs/evaluation.md lists")
         words = [os.path.expandvars(word) for word in shlex.split(arguments)]
         return subprocess.Popen(
-            [sys.executable, "-m", "fastweights", *words, "--out", str(self.folder.relative_to(ROOT) / name)],
+            [sys.executable, "-m", "fastweights", *words, "--out", str(self.place(name))],
             cwd=ROOT,
             start_new_session=True,
         )
+
+    def place(self, name: str) -> Path:
+        """Where the outputs of `name` go, as a command of the experiment names it."""
+        return self.folder.relative_to(ROOT) / name
+
+    def together(self, chains: Sequence[Sequence[tuple[str, str]]], lanes: int) -> list[str]:
+        """Chains of (name, arguments), `lanes` at a time: a command begins when the one before it has ended well.
+
+        Returns the names of those that did not end well; the other chains go on.
+        """
+        waiting, running, failed = deque(deque(chain) for chain in chains), list[tuple[subprocess.Popen, str, deque]](), list[str]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < lanes:
+                    chain = waiting.popleft()
+                    name, arguments = chain.popleft()
+                    running.append((self.start(name, arguments), name, chain))
+                time.sleep(0.2)
+                ended = [lane for lane in running if lane[0].poll() is not None]
+                running = [lane for lane in running if lane not in ended]
+                for process, name, rest in ended:
+                    if process.returncode:
+                        failed.append(name)
+                    elif rest:
+                        waiting.appendleft(rest)
+        finally:
+            for process, *_ in running:
+                process.terminate()
+            for process, *_ in running:
+                process.wait()
+        return failed
 
     def fastweights(self, name: str, arguments: str) -> None:
         """The same, to its end. A command that is finished says so at once; one that was interrupted goes on."""

@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,19 @@ def test_commands_go_on_and_paths_go_by_a_name(tmp_path, monkeypatch):
     assert named == {"command": "fastweights train --data $FASTWEIGHTS_DATA/a.parquet", "sessions": [{"command": "$FASTWEIGHTS_DATA"}]}
     with pytest.raises(SystemExit, match="004_none: experiments are 001_"):
         RUN["main"](["004_none"])
+
+
+def test_chains_share_the_lanes_and_one_that_fails_ends_alone(tmp_path, monkeypatch):
+    lab, began = RUN["Lab"]("a_test"), []
+
+    def start(name, arguments):
+        began.append(name)
+        return subprocess.Popen([sys.executable, "-S", "-c", arguments])
+
+    monkeypatch.setattr(lab, "start", start)
+    first = f"import pathlib, time; time.sleep(0.2); pathlib.Path({str(tmp_path / 'there')!r}).touch()"
+    after = f"import pathlib; assert pathlib.Path({str(tmp_path / 'there')!r}).exists()"
+    chains = [[("a", first), ("a, measured", after)], [("b", "raise SystemExit(1)"), ("b, measured", "")], [("c", "")]]
+    assert lab.together(chains, 2) == ["b"]
+    assert began[:2] == ["a", "b"] and sorted(began) == ["a", "a, measured", "b", "c"]
+    assert lab.place("a") == Path("runs/experiments/a_test/a")
