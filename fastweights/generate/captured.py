@@ -6,6 +6,7 @@ stays allocated, so this is for the length that nearly all pieces of long texts 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ class CapturedPiece:
 
     def __init__(self, read: Read, tokens: int, initial_states: Sequence[LayerState]) -> None:
         self.tokens, self._before = tokens, initial_states
+        self._alone = threading.Lock()
+        """One thread may remember a text while another reads a prompt, and there is one place for what is read."""
         device = initial_states[0].place.device
         self._ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
@@ -32,14 +35,15 @@ class CapturedPiece:
             self._x, self._after = read(self._ids, self._before)
 
     def __call__(self, ids: Int[Tensor, "1 T"], states: Sequence[LayerState]) -> tuple[Hidden, list[LayerState]]:
-        """As ``read``: ``states`` stay as they are, and what is returned is nobody else's."""
-        self._ids.copy_(ids, non_blocking=True)
-        _copy(self._before, states)
-        with torch.cuda.device(self._ids.device):
-            self._graph.replay()
-        after = [map_state(torch.empty_like, state) for state in self._after]
-        _copy(after, self._after)
-        return self._x.clone(), after
+        """As ``read``: ``states`` stay as they are, and what is returned is nobody else's. From any thread."""
+        with self._alone:
+            self._ids.copy_(ids, non_blocking=True)
+            _copy(self._before, states)
+            with torch.cuda.device(self._ids.device):
+                self._graph.replay()
+            after = [map_state(torch.empty_like, state) for state in self._after]
+            _copy(after, self._after)
+            return self._x.clone(), after
 
 
 def _copy(to: Sequence[LayerState], states: Sequence[LayerState]) -> None:

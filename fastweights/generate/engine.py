@@ -42,7 +42,7 @@ class Engine:
         tokenizer: for prompts and answers as text; without one both are tokens.
         rows: sequences decoded side by side.
         queue: requests that may wait for a row; one more raises `QueueFull`.
-        prefill_chunk: tokens read at a time; by default 512, on a CUDA device 8,192.
+        prefill_chunk: tokens read at a time; by default 512, on a CUDA device 16,384.
         max_context: tokens of prompt and answer that a request may have; None: any number. A model with full softmax layers needs it, as
             each row keeps the keys of so many tokens.
         prefixes: states of texts read before that are kept to begin later prompts from; 0: none.

@@ -25,7 +25,10 @@ def prompt_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, *, beg
             raise ValueError("the prompt is text, and this engine has no tokenizer; give tokens")
         check_text(prompt)
         return np.array(tokenizer(prompt, add_special_tokens=begins, verbose=False)["input_ids"], np.int64)
-    tokens = np.asarray(prompt)
+    try:
+        tokens = np.asarray(prompt)
+    except (TypeError, RuntimeError) as error:  # of a tensor that is on a GPU, or of bfloat16
+        raise ValueError(f"a prompt is text or a list of tokens: {error}") from None
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise ValueError(f"a prompt is text or a list of tokens; got {tokens.dtype} of shape {list(tokens.shape)}")
     return tokens.astype(np.int64)

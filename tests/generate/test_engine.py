@@ -136,7 +136,17 @@ def test_what_cannot_be_asked_is_refused(arguments, told):
     assert not decoder.busy
 
 
-@pytest.mark.parametrize("tokens, told", [([[1, 2]], r"shape \[1, 2\]"), ([0.5], "float64"), (7, r"shape \[\]"), (["a"], "<U1")])
+@pytest.mark.parametrize(
+    "tokens, told",
+    [
+        ([[1, 2]], r"shape \[1, 2\]"),
+        ([0.5], "float64"),
+        (7, r"shape \[\]"),
+        (["a"], "<U1"),
+        (torch.ones(2, dtype=torch.bfloat16), "BFloat16"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), "meta"),
+    ],
+)
 def test_what_is_no_prompt(tokens, told):
     with pytest.raises(ValueError, match=told):
         prompt_tokens(tokens, None, begins=True)
