@@ -1,11 +1,15 @@
 """Projections of one token: the kernel in Triton's interpreter against the plain form."""
 
+import contextlib
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+from fastweights.ops import dispatch, gated_linears, linears
 from fastweights.ops.token import matvec_triton
 from fastweights.ops.token.matvec_triton import matvec_triton as matvec
 from tests.ops.grid import compare
@@ -45,3 +49,21 @@ def test_fake_shapes_are_the_real_ones():
     x, w, u = torch.randn(1, 1, 16), torch.randn(6, 16), torch.randn(6, 16)
     for arguments in ((x, w, None, False), (x, w, u, False), (x, w, u, True)):
         torch.library.opcheck(matvec, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@torch.no_grad()
+def test_weights_that_do_not_fit_never_reach_the_kernel(monkeypatch):
+    """It would read past their end."""
+    called = []
+    monkeypatch.setattr(matvec_triton, "matvec_triton", lambda x, *others: called.append(others) or (x, x))
+    monkeypatch.setattr(dispatch, "twin", lambda *names: matvec_triton)
+    with FakeTensorMode():
+        x, fits, narrow, few = (torch.empty(shape, dtype=torch.float16, device="cuda:0") for shape in ((1, 1, 8), (5, 8), (5, 7), (1, 8)))
+        linears(x, (fits, few))
+        gated_linears(x, fits, fits)
+        assert len(called) == 2
+        for weight in (narrow, torch.empty(5, 8, dtype=torch.float16)):
+            with contextlib.suppress(RuntimeError):  # torch's own error, of a product without a card
+                linears(x, (fits, weight))
+            assert gated_linears(x, fits, weight) is None
+        assert gated_linears(x, fits, few) is None and len(called) == 2
