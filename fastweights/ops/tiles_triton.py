@@ -30,6 +30,11 @@ def rows_side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def laid_out(x: Tensor) -> Tensor:
+    """A dense copy, of which every stride is what the shape says; `contiguous` leaves that of a single token as it is, whatever it is."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 class Pieces(NamedTuple):
     """How ``[B, T]`` or packed documents are cut into pieces of equal size, known without reading ``cu_seqlens`` on the host.
 

@@ -43,6 +43,16 @@ def test_a_slice_of_a_projection_is_read_where_it_lies():
     assert torch.equal(causal_conv_triton(wide[..., 2:8], weight)[0], causal_conv_triton(wide[..., 2:8].contiguous(), weight)[0])
 
 
+def test_operands_with_strides_of_their_own():
+    """Also a single token, of which torch calls dense what has any stride of T."""
+    step = pytest.importorskip("fastweights.ops.conv.step_triton")
+    weight, bias = torch.randn(6, 4), torch.randn(12)[::2]
+    for x in (torch.randn(2, 6, 1).mT, torch.randn(2, 1, 6).as_strided((2, 1, 6), (6, 0, 1)), torch.randn(2, 6, 5).mT):
+        check([x, weight, bias, None])
+        stepped = step.causal_conv_step_triton_(x, weight, torch.zeros(2, 3, 6), bias=bias)
+        torch.testing.assert_close(stepped, causal_conv(x, weight, bias=bias)[0])
+
+
 @pytest.mark.parametrize("T, W, channels", [(1, 4, 300), (2, 4, 6), (5, 3, 6), (3, 1, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_steps_in_place_are_the_plain_form(T, W, channels, dtype):

@@ -85,6 +85,13 @@ def test_documents_do_not_touch_each_other():
     assert not torch.equal(before["o"][:, :end], after["o"][:, :end])
 
 
+def test_one_token_of_heads_that_lie_first():
+    """Of ``[B, H, 1, K]`` torch calls the transpose dense, whatever the stride of the single token is."""
+    q, k, v = (torch.randn(2, 3, 1, 16).transpose(1, 2) for _ in range(3))
+    coef = Coefficients(log_decay=-torch.rand(2, 1, 3))
+    torch.testing.assert_close(chunk_decay_triton(q, k, v, coef)[0], recurrent_decay(q, k, v, coef)[0])
+
+
 @pytest.mark.parametrize("lengths", [[0], [5], [0, 0, 3, 16, 17, 0, 40, 0], [64, 1, 0, 32]])
 def test_segments_hold_every_token_once(lengths):
     """Every token lies in one segment of its own document, in order, and the first segment of every row is where it is said to be."""

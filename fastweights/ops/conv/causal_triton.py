@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.conv.backward_triton import conv_gradient_kernel, state_gradient_kernel, taps_of
+from fastweights.ops.tiles_triton import laid_out
 
 CHANNELS, WARPS = 128, 4
 """Channels of one program of the backward, and of a document's edges; warps of the forward."""
@@ -120,7 +121,8 @@ def _owner(cu_seqlens: Tensor | None, tokens: int) -> tuple[Tensor | None, Tenso
 def _rows(x: Tensor) -> Tensor:
     """x ``[B, T, Ch]`` with token (b, t) at ``(b·T + t)·x.stride(1)``; copied only if it does not lie so."""
     B, T, CH = x.shape
-    return x if (x.stride(2) == 1 or CH == 1) and (B == 1 or x.stride(0) == T * x.stride(1)) and x.stride(1) > 0 else x.contiguous()
+    lies = (x.stride(2) == 1 or CH == 1) and (B == 1 or x.stride(0) == T * x.stride(1)) and x.stride(1) > 0
+    return x if lies else laid_out(x)
 
 
 @torch.library.custom_op("fastweights::causal_conv_forward", mutates_args=())
@@ -228,4 +230,5 @@ def causal_conv_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `causal_conv`, with kernels: y ``[B, T, Ch]`` and the new state ``[R, W − 1, Ch]``, both in x's dtype; float32 inside."""
     state = None if state is None else state.to(x.dtype).contiguous()
+    bias = None if bias is None else bias.contiguous()
     return _forward(x, weight.contiguous(), bias, state, cu_seqlens, activation)

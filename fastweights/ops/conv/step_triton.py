@@ -75,4 +75,5 @@ def causal_conv_step_triton_(x: Tensor, weight: Tensor, state: Tensor, *, bias: 
     """
     if state.dtype != x.dtype or not state.is_contiguous():
         raise ValueError(f"an in-place step needs a dense state in {x.dtype}; got {state.dtype} with strides {tuple(state.stride())}")
+    bias = None if bias is None else bias.contiguous()
     return _step(rows_side_by_side(x), weight.contiguous(), bias, state, activation)

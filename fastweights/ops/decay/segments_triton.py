@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.tiles_triton import operand
+from fastweights.ops.tiles_triton import laid_out, operand
 
 PROGRAMS = 512
 """Segments are made as long as they can be while this many programs are left: about two waves over an H200's 132 multiprocessors."""
@@ -79,7 +79,7 @@ def tokens_first(x: Tensor) -> Tensor:
     """``[B, T, H, K]`` such that token (b, t) lies at ``(b·T + t)·x.stride(1)`` with its heads side by side; copied only if it does not."""
     B, T, H, K = x.shape
     fits = (x.stride(3) == 1 or K == 1) and (x.stride(2) == K or H == 1) and (x.stride(0) == T * x.stride(1) or B == 1) and x.stride(1) > 0
-    return x if fits else x.contiguous()
+    return x if fits else laid_out(x)
 
 
 def dot_type(*dtypes: torch.dtype) -> tuple[tl.dtype, str]:
