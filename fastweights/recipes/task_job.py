@@ -324,5 +324,6 @@ def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state:
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[Mapping[str, Any], Trained]:
     kept = torch.load(path, weights_only=True, map_location=device)
     model.load_state_dict(kept["model"])
-    optimizer.load_state_dict({"state": kept["optimizer"], "param_groups": optimizer.state_dict()["param_groups"]})  # its own options
+    moments = kept["optimizer"].get("state", kept["optimizer"])  # older checkpoints have the optimizer's options beside them
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})  # its own options
     return json.loads(kept["rng"]), Trained([Point(*point) for point in kept["curve"]], kept["reached"], kept["diverged"])

@@ -153,6 +153,10 @@ def test_impossible_settings_are_refused():
         (dict(at_once=2, processes=2), "not both"),
         (dict(minutes=0.0), "not positive"),
         (dict(more_seeds=(0,)), "are in the grid already"),
+        (dict(more_seeds=(7, 7)), "more_seeds=.7, 7.: give none twice"),
+        (dict(more_seeds=(-1,)), "none that is negative"),
+        (dict(seeds=(1, 1)), "seeds=.1, 1.: give none twice"),
+        (dict(learning_rates=(1e-3, 1e-3)), "learning_rates=.*: give none twice"),
     ]:
         with pytest.raises(ValueError, match=message):
             TaskCompareSettings(task="mqar", **changes)

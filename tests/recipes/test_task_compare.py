@@ -107,6 +107,18 @@ def test_a_stopped_training_goes_on_to_the_same_bits(job):
     assert seconds == sorted(seconds)
 
 
+def test_a_checkpoint_of_an_older_form_goes_on_with_its_moments(job):
+    whole, straight = job(), job().model()
+    train(whole, straight)
+    whole.checkpoint.unlink()
+    train(whole, should_stop=lambda: True)
+    kept = torch.load(whole.checkpoint, weights_only=True)
+    torch.save(kept | {"optimizer": {"state": kept["optimizer"], "param_groups": []}}, whole.checkpoint)
+    resumed = whole.model()
+    train(whole, resumed)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
 def test_a_run_that_is_killed_loses_at_most_what_came_after_its_checkpoint(job, monkeypatch):
     monkeypatch.setattr(task_job, "CHECKPOINT_SECONDS", 0.0)
 
