@@ -17,7 +17,21 @@ WIDTHS = (64, 128)
 SEEDS = (0, 1, 2)
 MINUTES = 20
 """Of one call, a width; another call goes on."""
-KEPT = ("label", "parameters", "state_floats", "learning_rate", "steps", "reached", "diverged", "train_accuracy", "seconds", "at_once")
+PRECISION = "tf32"
+"""Of torch's matrix products, for every mixer alike; the memories and what is measured are in float32."""
+KEPT = (
+    "label",
+    "parameters",
+    "state_floats",
+    "learning_rate",
+    "steps",
+    "reached",
+    "diverged",
+    "train_accuracy",
+    "seconds",
+    "at_once",
+    "compiled",
+)
 ORIGIN = ("command", "commit", "device", "versions", "time", "seed")
 Row = dict[str, Any]
 
@@ -27,7 +41,8 @@ def run(lab: Any) -> None:
     for width in WIDTHS:
         lab.fastweights(
             f"d{width}",
-            f"compare --task mqar-zoology-{width} --mixers {' '.join(MIXERS)} --seeds {SEEDS[0]} --more-seeds {more} --minutes {MINUTES}",
+            f"compare --task mqar-zoology-{width} --mixers {' '.join(MIXERS)} --seeds {SEEDS[0]} --more-seeds {more}"
+            f" --precision {PRECISION} --minutes {MINUTES}",
         )
 
 

@@ -48,6 +48,9 @@ def _jobs(settings: TaskCompareSettings, rates: Mapping[str, Sequence[float]], s
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; device='cpu' works without")
     on_gpu = device == "cuda"
+    if settings.preset.precision == "tf32" and not on_gpu:
+        raise ValueError(f"precision='tf32' is of a GPU's tensor cores, and device is {device!r}; take fp32 or bf16")
+    graphs = on_gpu and settings.graphs
     at_once = settings.at_once or (4 if on_gpu and settings.processes <= 1 else 1)
     return [
         TaskJob(
@@ -59,7 +62,8 @@ def _jobs(settings: TaskCompareSettings, rates: Mapping[str, Sequence[float]], s
             folder=settings.folder,
             device=device,
             save=settings.save_models,
-            graphs=on_gpu and settings.graphs,
+            graphs=graphs,
+            compile=graphs if settings.compile == "auto" else settings.compile == "on",
             at_once=at_once,
             drawers=max(1, min(4, (os.cpu_count() or 1) // (at_once * max(1, settings.processes)))) if on_gpu else 0,
         )

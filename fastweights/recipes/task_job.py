@@ -11,7 +11,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from fastweights.evaluate.accuracy import measured
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, parameter_groups
 from fastweights.recipes.pool import Report, finish
 from fastweights.recipes.settings import Variant
+from fastweights.recipes.task_ask import ask, compiled_parts, compilers_remarks_aside, tf32
 from fastweights.recipes.task_examples import Asked, examples
 from fastweights.recipes.task_presets import TaskSettings
 from fastweights.records import provenance
@@ -106,6 +109,8 @@ class TaskJob:
     """Leave the trained model in `saved`."""
     graphs: bool = False
     """Repeat steps as CUDA graphs."""
+    compile: bool = False
+    """Through torch.compile."""
     at_once: int = 1
     """How many models share the device: seconds are to be read with that in mind."""
     drawers: int = 0
@@ -188,6 +193,7 @@ class TaskJob:
             "steps": last.step,
             "seconds": last.seconds,
             "at_once": self.at_once,
+            "compiled": self.compile,
             "train_accuracy": last.accuracy,
             "reached": trained.reached,
             "diverged": trained.diverged,
@@ -247,29 +253,25 @@ def train_on_task(
     return trained
 
 
-def ask(model: FastWeightsForCausalLM, batch: Asked) -> tuple[Tensor, Tensor]:
-    """The mean loss over the questions, equal to the model's own ``loss`` on the batch, and which answers are right ``[questions]``.
-
-    Logits are formed at the questions alone: in MQAR that is a sixteenth of the tokens.
-    """
-    hidden, labels = model.model(batch.tokens.long()).last_hidden_state, batch.labels.long()
-    logits = model.lm_head(hidden.flatten(0, 1).index_select(0, batch.places.long())).float()
-    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE), logits.detach().argmax(-1) == labels
-
-
 def training_step(
     job: TaskJob, model: FastWeightsForCausalLM, optimizer: torch.optim.Optimizer, window: Window
 ) -> Callable[[tuple[int, int, int, int], Tensor], None]:
     """What a step does to the model, given `Drawn.kind` and `Drawn.numbers` on the model's device; for `Repeated`."""
 
+    settings, asks = job.settings, ask
+    if job.compile:
+        head = (settings.model.hidden_size, settings.vocab_size, settings.precision)
+        asks = partial(ask, parts=compiled_parts((job.label, settings.model, settings.precision), head))
+
     def step(kind: tuple[int, int, int, int], numbers: Tensor) -> None:
         which, rows, length, _ = kind
         asked = Asked.unpacked(numbers, rows, length)
-        with torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.settings.precision == "bf16"):
-            loss, right = ask(model, asked)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), job.settings.clip)
+        with tf32(settings.precision == "tf32"), compilers_remarks_aside() if job.compile else nullcontext():
+            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=settings.precision == "bf16"):
+                loss, right = asks(model, asked)
+            optimizer.zero_grad()
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         window.add(which, loss.detach(), right, asked.labels != IGNORE)
 

@@ -52,7 +52,7 @@ class TaskSettings:
     samples: int = 1000
     """Sequences a measurement in the end."""
     precision: str = "fp32"
-    """``fp32``, or ``bf16`` for the matrix products."""
+    """Of the matrix products: ``fp32``, ``tf32`` (on a GPU) or ``bf16``."""
 
     def __post_init__(self) -> None:
         for name in ("train", "evaluate", "learning_rates", "seeds"):
@@ -66,8 +66,8 @@ class TaskSettings:
                 raise ValueError(f"a learning rate or share is {rate}; it must be positive")
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule is {self.schedule!r}; it must be constant or cosine")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is {self.precision!r}; it must be fp32 or bf16")
+        if self.precision not in ("fp32", "tf32", "bf16"):
+            raise ValueError(f"precision is {self.precision!r}; it must be fp32, tf32 or bf16")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}; it is a share of the steps, 0 to 1")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:

@@ -41,8 +41,9 @@ class TaskCompareSettings:
     """Fresh sequences a step, in place of the preset's."""
     samples: int | None = None
     """Sequences a measurement, in place of the preset's."""
-    precision: Literal["fp32", "bf16"] | None = None
-    """Of the matrix products, in place of the preset's."""
+    precision: Literal["fp32", "tf32", "bf16"] | None = None
+    """Of the matrix products, in place of the preset's: tf32 is float32 rounded to 10 bits for a GPU's tensor cores, and the
+    memories stay in float32; bf16 rounds to 7, the memories' operands too."""
     hidden_size: int | None = None
     """Width of the residual stream, in place of the preset's."""
     num_hidden_layers: int | None = None
@@ -73,6 +74,9 @@ class TaskCompareSettings:
     0 chooses: 4 on a GPU, 1 on the CPU."""
     graphs: bool = True
     """On a GPU, repeat training steps as CUDA graphs: one launch a step instead of some hundred."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether training goes through torch.compile, which takes some seconds a mixer and then makes a step's many small operations
+    few; `auto` does where steps are CUDA graphs."""
     minutes: float | None = None
     """Stop after so many minutes, as an interrupt would: with checkpoints, and a report of what is finished. None: at the end."""
 
@@ -90,11 +94,14 @@ class TaskCompareSettings:
             raise ValueError(f"processes={self.processes} and at_once={self.at_once}: a model has its own process or takes turns, not both")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes={self.minutes} is not positive")
-        grid = self.preset
-        for name, numbers in (("learning_rates", grid.learning_rates), ("seeds", grid.seeds), ("more_seeds", self.more_seeds)):
+        for name, numbers in (
+            ("learning_rates", self.preset.learning_rates),
+            ("seeds", self.preset.seeds),
+            ("more_seeds", self.more_seeds),
+        ):
             if len(set(numbers)) < len(numbers) or min(numbers, default=0) < 0:
                 raise ValueError(f"{name}={list(numbers)}: give none twice and none that is negative")
-        if both := {*grid.seeds} & {*self.more_seeds}:
+        if both := {*self.preset.seeds} & {*self.more_seeds}:
             raise ValueError(f"more_seeds={list(self.more_seeds)}: {sorted(both)} are in the grid already")
 
     @property

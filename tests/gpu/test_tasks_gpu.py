@@ -2,11 +2,13 @@
 
 import dataclasses
 import io
+import os
 import warnings
 
 import pytest
 import torch
 from rich.console import Console
+from torch._dynamo.utils import counters
 
 from fastweights.recipes.pool import finish, run_jobs
 from fastweights.recipes.task_job import TaskJob, train_on_task
@@ -16,6 +18,9 @@ from fastweights.train.presets import ModelSize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+needs_no_shape_checks = pytest.mark.skipif(
+    os.environ.get("FASTWEIGHTS_SHAPE_CHECKS", "1") != "0", reason="the shape checker breaks torch.compile: FASTWEIGHTS_SHAPE_CHECKS=0"
+)
 MIXERS = ("gated_deltanet", "kla", "kla+ccq", "gla", "gla+ccq", "mamba2", "softmax")
 SMALL = TaskSettings(
     train=((MQAR(length=64, pairs=4, vocab_size=256), 1.0), (Stack(length=100, stacks=4, values=20), 1.0)),
@@ -34,7 +39,7 @@ SMALL = TaskSettings(
 def job(tmp_path):
     def job(device="cuda", **changes):
         settings = dataclasses.replace(SMALL, **changes.pop("settings", {}))
-        folder = tmp_path / f"{device}-{changes.get('graphs', False)}"
+        folder = tmp_path / f"{device}-{changes.get('graphs', False)}-{changes.get('compile', False)}"
         given = dict(preset="small", settings=settings, label="kla", learning_rate=1e-3, seed=0, folder=folder, device=device)
         return TaskJob(**given | changes)
 
@@ -59,6 +64,24 @@ def test_replayed_steps_do_what_launched_steps_do(job, label, precision):
     )
     assert (replayed[0] - launched[0]).abs().max() <= (launched[0] - here[0]).abs().max()
     assert replayed[1] == pytest.approx(launched[1], rel=1e-4 if precision == "fp32" else 1e-2)
+
+
+@needs_no_shape_checks
+@pytest.mark.parametrize(
+    "label, precision", [("kla", "fp32"), ("kla", "tf32"), ("kla", "bf16"), ("gla+ccq", "fp32"), ("gla+ccq", "tf32"), ("softmax", "tf32")]
+)
+def test_compiled_steps_do_what_plain_ones_do_and_can_be_recorded(job, label, precision):
+    """Replayed, they are what they are launched; and as near to plain ones as precision goes. Another model compiles nothing."""
+    given = dict(label=label, settings=dict(precision=precision))
+    plain = trained(job(**given))
+    launched, replayed = (trained(job(**given, compile=True, graphs=graphs)) for graphs in (False, True))
+    compiled = counters["stats"]["unique_graphs"]
+    trained(job(**given, compile=True, graphs=True, seed=1))
+    assert counters["stats"]["unique_graphs"] == compiled
+    rel = 1e-4 if precision == "fp32" else 1e-2
+    assert replayed[1] == pytest.approx(launched[1], rel=1e-4 if precision == "fp32" else 1e-3)
+    assert launched[1] == pytest.approx(plain[1], rel=rel)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("drawers", [0, 2])

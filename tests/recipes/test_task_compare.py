@@ -304,7 +304,7 @@ def test_impossible_settings_are_refused():
         (dict(steps=0), "steps is 0"),
         (dict(learning_rates=(0.0,)), "it must be positive"),
         (dict(schedule="linear"), "constant or cosine"),
-        (dict(precision="fp8"), "fp32 or bf16"),
+        (dict(precision="fp8"), "fp32, tf32 or bf16"),
         (dict(warmup=2.0), "0 to 1"),
         (dict(stop_at=1.5), "share of the ceiling"),
     ]:
