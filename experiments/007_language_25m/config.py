@@ -9,7 +9,6 @@ from typing import Any
 from fastweights.recipes.compare import equal_parameters
 from fastweights.recipes.settings import Variant
 from fastweights.records import read_rows
-from fastweights.report.numbers import interval
 from fastweights.report.plots import Curve, curves
 from fastweights.train.presets import ModelSize
 
@@ -59,7 +58,7 @@ SETTING = (
 ON_A_CARD = "--precision bf16 --compile"
 TEXTS = {"books": "curve_english", "meetings": "curve_qmsum", "code": "curve_python"}
 LENGTHS = tuple(1024 * 2**n for n in range(7))
-NEEDLES = tuple(f"niah_single_{variant}_{length}" for variant in (1, 2) for length in (1024, 2048, 4096))
+NEEDLES = ("niah_single_1_1024", "niah_single_1_2048", "niah_single_1_4096", "niah_single_2_1024")
 MEASURE = f"--tasks {' '.join(TEXTS.values())} lambada_openai --lengths {' '.join(map(str, LENGTHS))} --tokens 262144"
 FIND = f"--tasks {' '.join(NEEDLES)} --limit 100"
 ORIGIN = ("command", "commit", "device", "versions", "time", "seed")
@@ -183,7 +182,7 @@ def table(rows: list[Row]) -> str:
 
 def _main_table(rows: list[Row]) -> list[str]:
     ends = [f"{text} {length // 1024} K" for text in TEXTS for length in (LENGTHS[0], LENGTHS[2], LENGTHS[-1])]
-    names = ["mixer", "parameters", "rate", "bits per byte", "difference to", *ends, "LAMBADA", *(f"needle {n[12:]}" for n in NEEDLES)]
+    names = ["mixer", "parameters", "rate", "bits per byte", "difference to", *ends, "LAMBADA", *(_needle(name) for name in NEEDLES)]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for label, seeds in _runs(rows).items():
         first = seeds[min(seeds)]
@@ -203,13 +202,21 @@ def _main_table(rows: list[Row]) -> list[str]:
     return [*lines, "", note]
 
 
+def _needle(name: str) -> str:
+    """`S-NIAH-1 4 K` of `niah_single_1_4096`."""
+    _, _, variant, length = name.split("_")
+    return f"S-NIAH-{variant} {int(length) // 1024} K"
+
+
 def _rate_table(rows: list[Row]) -> list[str]:
-    rates = sorted({row["learning_rate"] for row in rows if row["kind"] == "rate"})
-    lines = [f"| after {SHORT_STEPS} steps | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
+    rates, best = sorted({row["learning_rate"] for row in rows if row["kind"] == "rate"}), _best(rows)
+    lines = [f"| bits per byte after {SHORT_STEPS} steps | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
     for label in MIXERS:
-        found = {row["learning_rate"]: row["bits_per_byte"] for row in rows if row["kind"] == "rate" and row["label"] == label}
+        found = {row["learning_rate"]: row["bits_per_byte"]["value"] for row in rows if row["kind"] == "rate" and row["label"] == label}
+        cells = [f"{found[rate]:.4f}" if rate in found else "diverged" for rate in rates]
         if found:
-            lines.append(f"| {label} | {' | '.join(interval(found[rate]) if rate in found else 'diverged' for rate in rates)} |")
+            cells[rates.index(best[label])] = f"**{cells[rates.index(best[label])]}**"
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
 
