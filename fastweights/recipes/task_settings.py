@@ -94,14 +94,11 @@ class TaskCompareSettings:
             raise ValueError(f"processes={self.processes} and at_once={self.at_once}: a model has its own process or takes turns, not both")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes={self.minutes} is not positive")
-        for name, numbers in (
-            ("learning_rates", self.preset.learning_rates),
-            ("seeds", self.preset.seeds),
-            ("more_seeds", self.more_seeds),
-        ):
+        grid = self.preset
+        for name, numbers in (("learning_rates", grid.learning_rates), ("seeds", grid.seeds), ("more_seeds", self.more_seeds)):
             if len(set(numbers)) < len(numbers) or min(numbers, default=0) < 0:
                 raise ValueError(f"{name}={list(numbers)}: give none twice and none that is negative")
-        if both := {*self.preset.seeds} & {*self.more_seeds}:
+        if both := {*grid.seeds} & {*self.more_seeds}:
             raise ValueError(f"more_seeds={list(self.more_seeds)}: {sorted(both)} are in the grid already")
 
     @property
