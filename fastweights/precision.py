@@ -39,7 +39,7 @@ def for_gates(x: Tensor) -> Tensor:
 
 
 def digits(x: Tensor) -> Tensor:
-    """float32 x as three numbers of bfloat16 that add up to it exactly, the largest first ``[3, *x.shape]``."""
+    """float32 x as three numbers of bfloat16 that add up to it, exactly above 1e-33, the largest first ``[3, *x.shape]``."""
     parts = []
     for _ in range(3):
         # Eight digits, cut off by their bits: of a cast there and back torch's compiler makes nothing.
