@@ -31,7 +31,7 @@ def _block(block: FastWeightsBlock, x: Hidden) -> Hidden:
 def _answers(
     norm: nn.Module, head: nn.Module, x: Hidden, places: Int[Tensor, " questions"], labels: Int[Tensor, " questions"]
 ) -> tuple[Float[Tensor, ""], Bool[Tensor, " questions"]]:
-    logits = head(norm(x.flatten(0, 1).index_select(0, places.long()))).float()
+    logits = head(norm(x).flatten(0, 1).index_select(0, places.long())).float()
     labels = labels.long()
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE), logits.detach().argmax(-1) == labels
 
