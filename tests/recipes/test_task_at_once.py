@@ -1,7 +1,6 @@
 """Several models trained in turn by one process: each to the numbers that it has alone; examples drawn ahead; steps as graphs."""
 
 import contextlib
-import dataclasses
 import io
 import os
 import subprocess
@@ -17,7 +16,7 @@ from rich.console import Console
 from fastweights.recipes import task_examples, task_job
 from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.pool import finish, run_jobs
-from fastweights.recipes.task_compare import forget, more_jobs, plan_jobs, run_plan
+from fastweights.recipes.task_compare import forget, more_jobs, plan_jobs
 from fastweights.recipes.task_examples import Asked, Examples, examples, words_of
 from fastweights.recipes.task_job import TaskJob, ask, train_on_task
 from fastweights.recipes.task_presets import TASK_PRESETS, TaskSettings
@@ -41,29 +40,7 @@ SMALL = TaskSettings(
     window=2,
     samples=8,
 )
-
-
-@pytest.fixture
-def job(tmp_path):
-    def job(**changes):
-        settings = dataclasses.replace(SMALL, **changes.pop("settings", {}))
-        given = dict(preset="small", settings=settings, label="kla", learning_rate=1e-2, seed=0, folder=tmp_path, device="cpu")
-        return TaskJob(**given | changes)
-
-    return job
-
-
-@pytest.fixture
-def compared(tmp_path, monkeypatch):
-    """Compare on the small preset in this process: (results, what the terminal showed)."""
-    monkeypatch.setitem(TASK_PRESETS, "small", SMALL)
-
-    def compared(**changes):
-        given = dict(task="small", mixers=("kla", "gla"), out=tmp_path / "out", device="cpu", at_once=3)
-        settings, shown = TaskCompareSettings(**given | changes), io.StringIO()
-        return run_plan(settings, plan_jobs(settings), Console(file=shown, width=200)), shown.getvalue()
-
-    return compared
+COMPARED = dict(mixers=("kla", "gla"), at_once=3)
 
 
 def run(jobs, at_once):

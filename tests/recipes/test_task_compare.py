@@ -17,7 +17,7 @@ from fastweights.recipes import task_job, task_presets
 from fastweights.recipes.pool import finish
 from fastweights.recipes.task_compare import plan_jobs, run_plan
 from fastweights.recipes.task_examples import Asked
-from fastweights.recipes.task_job import TaskJob, ask, learning_rate_factor, state_floats, train_on_task
+from fastweights.recipes.task_job import ask, learning_rate_factor, state_floats, train_on_task
 from fastweights.recipes.task_presets import TASK_PRESETS, TaskSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
 from fastweights.recipes.task_standings import best_rates, standings
@@ -38,29 +38,7 @@ SMALL = TaskSettings(
     window=2,
     samples=8,
 )
-
-
-@pytest.fixture
-def job(tmp_path):
-    def job(**changes):
-        settings = dataclasses.replace(SMALL, **changes.pop("settings", {}))
-        given = dict(preset="small", settings=settings, label="kla", learning_rate=1e-2, seed=0, folder=tmp_path, device="cpu")
-        return TaskJob(**given | changes)
-
-    return job
-
-
-@pytest.fixture
-def compared(tmp_path, monkeypatch):
-    """Compare on the small preset in this process: (results, what the terminal showed)."""
-    monkeypatch.setitem(TASK_PRESETS, "small", SMALL)
-
-    def compared(**changes):
-        given = dict(task="small", mixers=("kla", "gated_deltanet+ccq"), out=tmp_path / "out", device="cpu", processes=1)
-        settings, shown = TaskCompareSettings(**given | changes), io.StringIO()
-        return run_plan(settings, plan_jobs(settings), Console(file=shown, width=200)), shown.getvalue()
-
-    return compared
+COMPARED = dict(mixers=("kla", "gated_deltanet+ccq"), processes=1)
 
 
 def train(job, model=None, **told):
