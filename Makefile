@@ -41,7 +41,7 @@ test-gpu-%:
 	FASTWEIGHTS_SHAPE_CHECKS=0 timeout 480 $(PYTHON) -m pytest -n 8 --dist worksteal -q -m gpu tests/gpu/test_$*_gpu.py
 
 test-gpu-memcheck:
-	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -n 0 -q -m gpu tests/gpu -k every_entry
+	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -n 0 -q -m gpu tests/gpu/test_memory_gpu.py
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own: the model is what depends on it.
 test-oldest: $(OLDEST)/.installed

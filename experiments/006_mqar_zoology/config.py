@@ -17,8 +17,8 @@ WIDTHS = (64, 128)
 SEEDS = (0, 1, 2)
 MINUTES = 20
 """Of one call, a width; another call goes on."""
-PRECISION = "tf32"
-"""Of torch's matrix products, for every mixer alike; the memories and what is measured are in float32."""
+PRECISION = "bf16"
+"""Of training, for every mixer alike; what is measured is in float32."""
 KEPT = (
     "label",
     "parameters",
