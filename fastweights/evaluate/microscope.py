@@ -36,9 +36,12 @@ TOKENS = {
     "decay": "a, the forget gate; the mean over the channels where each has its own",
     "decay_min": "the smallest a of a channel",
     "decay_max": "the largest a of a channel",
+    "forgotten": "−log a, the mean over the channels where each has its own: 1 over its mean is how many tokens the memory lasts",
     "lambda": "λ, CCQ's strength",
     "lambda_trace": "λ·tr Σ, a bound on λ‖Σ‖",
     "removed": "‖q − q'‖/‖q‖, the share of the query that CCQ takes away",
+    "removed_top": "the share of ‖q − q'‖² along the largest directions of Σ after the chunk, as many as sigma_top has",
+    "query_top": "the share of ‖q‖² along the same directions",
 }
 """What is measured at a token, a number a head ``[rows, heads]``: per key head for ``key_norm`` and reads, per value head for what is
 written."""
@@ -68,7 +71,7 @@ class LayerView:
     states: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Name in `STATES` to ``[looks, heads]`` or ``[looks, heads, top]``."""
     needle: dict[str, Any] | None = None
-    """`NeedleKeys.result`, where a needle was given."""
+    """`NeedleKeys.result`, where a needle was given; of several prompts `over_prompts`."""
 
 
 class View(NamedTuple):
@@ -94,6 +97,7 @@ def inspect_memory(
     top: int = 4,
     rank_tolerance: float = 1e-3,
     needle: Needle | None = None,
+    needle_only: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> View:
     """Read a text and record what its memories do.
@@ -107,6 +111,7 @@ def inspect_memory(
         top: eigenvalues of Σ, and key directions that needles are held against; at most K are there.
         rank_tolerance: see `STATES`.
         needle: where the needle, the question and the answer are in the text; None where there is none.
+        needle_only: look at nothing else, which is several times faster; the layers have neither tokens nor states.
         on_progress: called with (tokens read, tokens in all).
 
     Raises:
@@ -125,7 +130,7 @@ def inspect_memory(
 
     looks = np.minimum(np.arange(chunk, T + chunk, chunk), T)
     view = View(np.arange(0, T, stride), looks, [], without_memory)
-    lenses = [_Lens(base.layers[i].mixer, i, view, stride, top, rank_tolerance, needle) for i in seen]
+    lenses = [_Lens(base.layers[i].mixer, i, view, stride, top, rank_tolerance, needle, needle_only) for i in seen]
     cache = FastWeightsCache(model.config)
     with ExitStack() as hooks:
         for lens in lenses:
@@ -160,7 +165,18 @@ def layers_with_memory(model: FastWeightsForCausalLM | FastWeightsModel, layers:
 class _Lens:
     """Hooks on one layer, and what they have caught."""
 
-    def __init__(self, mixer: FastWeightAttention, layer: int, view: View, stride: int, top: int, rank_tolerance: float, needle) -> None:
+    def __init__(
+        self,
+        mixer: FastWeightAttention,
+        layer: int,
+        view: View,
+        stride: int,
+        top: int,
+        rank_tolerance: float,
+        needle: Needle | None,
+        needle_only: bool,
+    ) -> None:
+        self.needle_only = needle_only
         self.mixer, self.stride, self.top, self.rank_tolerance = mixer, stride, min(top, mixer.head_k_dim), rank_tolerance
         self.rows, self.looks = len(view.positions), len(view.looks)
         self.seen = LayerView(layer=layer, mixer=mixer.mixer, key_heads=mixer.num_heads, value_heads=mixer.num_value_heads)
@@ -183,18 +199,24 @@ class _Lens:
         before, after, caught = kwargs["state"], output[1], self.caught
         q, k, v, cleaned = (caught[name].double() for name in ("q", "k", "v", "cleaned"))
         coef = Coefficients(*(None if x is None else x.double() for x in caught["coef"]))
-        found = written(mixer, k, v, coef, None if before is None else before.memory)
-        if isinstance(mixer.read, CCQ):
-            found |= cleaned_queries(mixer.read, caught["q"], caught["k"], caught["coef"], cleaned, None if before is None else before.read)
+        lam = mixer.read.strength(caught["q"], caught["coef"].query_scale).double() if isinstance(mixer.read, CCQ) else None
+        if not self.needle_only:
+            found = written(mixer, k, v, coef, None if before is None else before.memory)
+            if lam is not None:
+                trace = mixer.read.trace(caught["k"], caught["coef"], None if before is None else before.read)
+                found |= {"lambda": lam, "lambda_trace": lam * trace} | removed(q, cleaned, after.read, self.top)
+            self._record(found, state_of(after, self.top, self.rank_tolerance))
+        if self.needle is not None:
+            self.needle.add(self.done, q, k, coef, cleaned, lam, after)
+        self.done, self.looked = self.done + k.shape[1], self.looked + 1
+
+    def _record(self, found: dict[str, Tensor], states: dict[str, Tensor]) -> None:
         first, row = -self.done % self.stride, -(-self.done // self.stride)
         for name, x in found.items():
             x = x[0, first :: self.stride].cpu()
             _room(self.seen.tokens, name, (self.rows, *x.shape[1:]))[row : row + len(x)] = x
-        for name, x in state_of(after, self.top, self.rank_tolerance).items():
+        for name, x in states.items():
             _room(self.seen.states, name, (self.looks, *x.shape[1:]))[self.looked] = x[0].cpu()
-        if self.needle is not None:
-            self.needle.add(self.done, q, k, coef, cleaned, found.get("lambda"), after)
-        self.done, self.looked = self.done + k.shape[1], self.looked + 1
 
     def finish(self) -> LayerView:
         if self.needle is not None:
@@ -236,6 +258,7 @@ def written(mixer: FastWeightAttention, k: Tensor, v: Tensor, coef: Coefficients
         found["decay"] = a.mean(-1) if per_channel else a
         if per_channel:
             found |= {"decay_min": a.amin(-1), "decay_max": a.amax(-1)}
+        found["forgotten"] = -coef.log_decay.mean(-1) if per_channel else -coef.log_decay
     return found
 
 
@@ -265,11 +288,20 @@ def before_write(mixer: FastWeightAttention, k: Tensor, v: Tensor, coef: Coeffic
     return o[:, ::2]
 
 
-def cleaned_queries(read: CCQ, q: Tensor, k: Tensor, coef: Coefficients, cleaned: Tensor, state: CCQState | None) -> dict[str, Tensor]:
-    """What concerns CCQ, of `TOKENS` ``[B, T, Hk]``, float64; ``cleaned`` is q', ``state`` that before the chunk."""
-    lam, q = read.strength(q, coef.query_scale).double(), q.double()
-    removed = (q - cleaned).norm(dim=-1) / q.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
-    return {"lambda": lam, "lambda_trace": lam * read.trace(k, coef, state), "removed": removed}
+def removed(q: Tensor, cleaned: Tensor, after: CCQState, top: int) -> dict[str, Tensor]:
+    """What CCQ takes away and where, of `TOKENS` ``[1, T, Hk]``, from float64 q and q' ``[1, T, Hk, K]`` and the state after the chunk."""
+    axes = torch.linalg.eigh(key_covariance(after)).eigenvectors[..., -top:]
+    taken, tiny = q - cleaned, torch.finfo(torch.float64).tiny
+    lengths = {"removed": taken.norm(dim=-1), "query": q.norm(dim=-1)}
+
+    def along(x: Tensor, length: Tensor) -> Tensor:
+        return torch.einsum("bthk,bhkr->bthr", x / length.clamp(min=tiny).unsqueeze(-1), axes).square().sum(-1)
+
+    return {
+        "removed": lengths["removed"] / lengths["query"].clamp(min=tiny),
+        "removed_top": along(taken, lengths["removed"]),
+        "query_top": along(q, lengths["query"]),
+    }
 
 
 def state_of(state: MemoryState, top: int, rank_tolerance: float) -> dict[str, Tensor]:

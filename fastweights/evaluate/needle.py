@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastweights import ops
+from fastweights.evaluate.statistics import mean_estimate
 from fastweights.layers import FastWeightAttention
 from fastweights.models import FastWeightsCache, FastWeightsForCausalLM
 from fastweights.notation import CCQState, Coefficients, MemoryState
@@ -38,11 +41,19 @@ class Needle(NamedTuple):
         if self.end - self.begin == self.question:
             raise ValueError("the needle is all of the text before the question; without a haystack there is nothing to compare it with")
 
+    @property
+    def passage(self) -> tuple[int, int]:
+        """An ordinary passage of the haystack, begin and end: as long as the needle if it fits, amid the longer part before or after."""
+        first, last = (0, self.begin) if self.begin >= self.question - self.end else (self.end, self.question)
+        length = min(self.end - self.begin, last - first)
+        begin = first + (last - first - length) // 2
+        return begin, begin + length
+
 
 class NeedleKeys:
-    """Sums over the keys of needle and haystack in one layer, as chunks come; they do not grow with the text."""
+    """Sums over the keys of needle, haystack and an ordinary passage of it in one layer, as chunks come; they do not grow with the text."""
 
-    KINDS = ("needle", "haystack")
+    KINDS = ("needle", "haystack", "passage")
 
     def __init__(self, needle: Needle, mixer: FastWeightAttention, top: int) -> None:
         self.needle, self.mixer, self.top = needle, mixer, top
@@ -67,7 +78,9 @@ class NeedleKeys:
             keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + self.eps)
         place = torch.arange(done, done + k.shape[1], device=k.device)
         inside = (place >= self.needle.begin) & (place < self.needle.end)
-        for kind, mask in zip(self.KINDS, (inside, ~inside & (place < self.needle.question)), strict=True):
+        begin, end = self.needle.passage
+        masks = (inside, ~inside & (place < self.needle.question), (place >= begin) & (place < end))
+        for kind, mask in zip(self.KINDS, masks, strict=True):
             chosen = keys[0, mask]
             unit = chosen / chosen.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
             self.second[kind] += torch.einsum("thk,thl->hkl", chosen, chosen).cpu()
@@ -84,7 +97,7 @@ class NeedleKeys:
             _, self.sigma = ops.ccq_query(q, keys, torch.zeros_like(q[..., 0]), state=self.sigma)
 
     def result(self) -> dict[str, Any]:
-        """A number a key head ``[Hk]``, for needle and haystack each:
+        """A number a key head ``[Hk]``, for needle, haystack and passage each:
 
         ``projection``: for r = 1 … top, the mean share of a key's squared length along the r largest eigenvectors of Σ after the text.
         With CCQ also ``survives_query``: √(Σ (k_jᵀq')² / Σ (k_jᵀq)²) over its keys and the asking queries; and ``survives_direction``:
@@ -94,7 +107,8 @@ class NeedleKeys:
         weight = self.sigma.weight[0].double()
         sigma = (self.sigma.covariance[0].double() / weight[:, None, None]).cpu()
         axes = torch.linalg.eigh(sigma).eigenvectors.flip(-1)[..., : self.top]
-        count = {"needle": self.needle.end - self.needle.begin, "haystack": self.needle.question - self.needle.end + self.needle.begin}
+        length, (begin, end) = self.needle.end - self.needle.begin, self.needle.passage
+        count = {"needle": length, "haystack": self.needle.question - length, "passage": end - begin}
         found: dict[str, Any] = {"projection": {}, "tokens": count}
         for kind in self.KINDS:
             along = torch.einsum("hkr,hkl,hlr->rh", axes, self.directions[kind], axes).cumsum(0) / count[kind]
@@ -107,6 +121,33 @@ class NeedleKeys:
                 curvature = torch.einsum("hkl,hkl->h", sigma, self.directions[kind]) / count[kind]
                 found["survives_direction"][kind] = (1 - lam * curvature).tolist()
         return found
+
+
+def over_prompts(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `NeedleKeys.result` found in a layer for several prompts: means over them, in the same form, and how sure they are.
+
+    ``prompts``: how many. ``difference``: by quantity (``projection`` along all its directions) and by what the needle is held against,
+    ``haystack`` or ``passage``, needle less that: ``mean`` over the heads, and ``heads``, each an `Estimate` over the prompts as a dict;
+    and ``below``, the share of the prompts in which the needle has less, in the mean over heads.
+    """
+    found: dict[str, Any] = {"prompts": len(results), "difference": {}}
+    for name, kinds in results[0].items():
+        found[name] = {kind: np.mean([one[name][kind] for one in results], axis=0).tolist() for kind in kinds}
+        if name != "tokens":
+            by_kind = {kind: np.array([one[name][kind] for one in results]) for kind in kinds}
+            last = {kind: x[:, -1] if name == "projection" else x for kind, x in by_kind.items()}
+            found["difference"][name] = {other: _difference(last["needle"], last[other]) for other in ("haystack", "passage")}
+    return found
+
+
+def _difference(needle: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
+    """Of quantities ``[prompts, heads]``."""
+    apart = needle - other
+    return {
+        "mean": mean_estimate(apart.mean(1))._asdict(),
+        "heads": [mean_estimate(head)._asdict() for head in apart.T],
+        "below": float((apart.mean(1) < 0).mean()),
+    }
 
 
 class Found(NamedTuple):

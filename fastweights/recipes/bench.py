@@ -118,9 +118,7 @@ def _named(model: str) -> Contender:
 
 
 def _config(mixer: str, size: ModelSize, vocabulary: int) -> FastWeightsConfig:
-    variant = Variant.parse(mixer)
-    shape = dataclasses.asdict(size)
-    return FastWeightsConfig(mixer=variant.mixer(size.num_hidden_layers), vocab_size=vocabulary, **shape, **variant.options)
+    return FastWeightsConfig(**Variant.parse(mixer).config(size, vocab_size=vocabulary))
 
 
 def run_bench(plan: Plan, console: Console) -> Row:

@@ -106,8 +106,7 @@ def equal_parameters(
     """
 
     def config(variant: Variant, width: int) -> dict[str, Any]:
-        shape = dataclasses.asdict(size) | {"intermediate_size": width}
-        return {"mixer": variant.mixer(size.num_hidden_layers), "vocab_size": vocab_size, **shape, **special, **variant.options}
+        return variant.config(dataclasses.replace(size, intermediate_size=width), vocab_size=vocab_size, **special)
 
     width = size.intermediate_size
     counts = {variant.label: count_parameters(config(variant, width)) for variant in variants}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from fastweights.evaluate.accuracy import EVALUATION_SEED, interval
 from fastweights.evaluate.microscope import STATES, TOKENS, View, inspect_memory, layers_with_memory
 from fastweights.evaluate.microscope_summary import digits, summarise_view
-from fastweights.evaluate.needle import Needle, find_needle
+from fastweights.evaluate.needle import Needle, NeedleKeys, find_needle, over_prompts
 from fastweights.models import FastWeightsForCausalLM
 from fastweights.recipes.folder import alone_in
 from fastweights.recipes.inspect_settings import S_NIAH, InspectSettings
@@ -34,6 +34,15 @@ from fastweights.tasks.s_niah import NEEDLE, PROMPT
 from fastweights.train.corpus import encoder
 from fastweights.train.documents import SourceFile, read_documents
 from fastweights.train.tokenizer import document_token_id
+
+
+class Prompt(NamedTuple):
+    """A prompt of the needle task."""
+
+    prompt: list[int]
+    answer: list[int]
+    needle: Needle
+    """Where it is in the prompt with its answer."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class Slide:
     ids: list[int]
     """What the model reads; empty when there is just a depth map to make."""
     needle: Needle | None
-    answer: tuple[list[int], list[int]] | None
-    """Prompt and answer, where the needle is the task's."""
+    prompts: list[Prompt]
+    """Where the needle is the task's; ``ids`` and ``needle`` are those of the first."""
     cells: list[SNIAH]
     """The depth map's tasks, one a length and depth."""
     folder: Path
@@ -74,11 +83,12 @@ def prepare(model: str, text: str, settings: InspectSettings) -> Slide:
         raise ValueError(f"nothing to read: give a text, a file, --needle {S_NIAH} or --depth-map")
     if settings.needle and not asks_niah and settings.needle not in content:
         raise ValueError(f"the needle {settings.needle!r} does not occur in the text ({source or 'none was given'})")
-    ids, needle, answer = list[int](), None, None
+    ids, needle, prompts = list[int](), None, list[Prompt]()
     if asks_niah:
         task = _niah(tokenizer, content, settings.needle_length, settings.needle_depth)
-        prompt, answer_ids, spans = _sample_with_spans(task, tokenizer)
-        ids, needle, answer = prompt + answer_ids, spans, (prompt, answer_ids)
+        task = dataclasses.replace(task, random_start=settings.needle_prompts > 1)
+        prompts = list(_prompts(task, settings.needle_prompts, tokenizer))
+        ids, needle = prompts[0].prompt + prompts[0].answer, prompts[0].needle
         source = f"{task}" + (f" in {source}" if content else "")
     elif content:
         ids = [document_token_id(tokenizer), *map(int, encoder(tokenizer)([content.encode()])[0])][: settings.tokens]
@@ -91,7 +101,7 @@ def prepare(model: str, text: str, settings: InspectSettings) -> Slide:
         cells = [_niah(tokenizer, content, length, depth) for length in settings.lengths for depth in settings.depths]
     label = Path(model).resolve().parent.name if Path(model).name == "model" else Path(model).name
     folder = settings.out or Path("runs/inspect") / label
-    return Slide(loaded, tokenizer, label, settings, source, content, ids, needle, answer, cells, folder)
+    return Slide(loaded, tokenizer, label, settings, source, content, ids, needle, prompts, cells, folder)
 
 
 def read_text(text: str) -> tuple[str, str]:
@@ -146,25 +156,15 @@ def _run(slide: Slide, console: Console) -> dict[str, Any]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         if slide.ids:
-            bar = progress.add_task("reading", total=len(slide.ids))
-            view = inspect_memory(
-                slide.model,
-                torch.tensor(slide.ids),
-                layers=settings.layers or None,
-                chunk=settings.chunk,
-                stride=settings.stride,
-                top=settings.top,
-                rank_tolerance=settings.rank_tolerance,
-                needle=slide.needle,
-                on_progress=lambda done, total: progress.update(bar, completed=done),
-            )
+            view = _view(slide, progress)
             results |= {"view": summarise_view(view), "without_memory": view.without_memory}
             _write_arrays(slide, view, origin)
         if slide.needle is not None:
             results["needle"] = {"spans": slide.needle._asdict(), "text": settings.needle, "answer": None}
-        if slide.answer is not None:
-            found = find_needle(slide.model, *slide.answer)
-            results["needle"]["answer"] = {"nats": found.nats, "tokens": len(slide.answer[1]), "retrieved": found.retrieved}
+        if slide.prompts:
+            prompt, answer, _ = slide.prompts[0]
+            found = find_needle(slide.model, prompt, answer)
+            results["needle"]["answer"] = {"nats": found.nats, "tokens": len(answer), "retrieved": found.retrieved}
         if slide.cells:
             bar, cells = progress.add_task("depth map", total=len(slide.cells)), list[dict[str, Any]]()
             results["depth_map"] = cells
@@ -188,6 +188,33 @@ def _run(slide: Slide, console: Console) -> dict[str, Any]:
     return results
 
 
+def _view(slide: Slide, progress: Progress) -> View:
+    """What the microscope sees of the text, and in each layer the needle over all prompts."""
+    settings = slide.settings
+    common: dict[str, Any] = {"layers": settings.layers or None, "chunk": settings.chunk, "top": settings.top}
+    bar = progress.add_task("reading", total=len(slide.ids))
+    view = inspect_memory(
+        slide.model,
+        torch.tensor(slide.ids),
+        **common,
+        stride=settings.stride,
+        rank_tolerance=settings.rank_tolerance,
+        needle=slide.needle,
+        on_progress=lambda done, total: progress.update(bar, completed=done),
+    )
+    if slide.needle is None:
+        return view
+    needles = [[layer.needle for layer in view.layers]]
+    bar = progress.add_task("prompts", total=len(slide.prompts), completed=1, visible=len(slide.prompts) > 1)
+    for prompt, answer, needle in slide.prompts[1:]:
+        again = inspect_memory(slide.model, torch.tensor(prompt + answer), **common, needle=needle, needle_only=True)
+        needles.append([layer.needle for layer in again.layers])
+        progress.update(bar, advance=1)
+    for layer, of_prompts in zip(view.layers, zip(*needles, strict=True), strict=True):
+        layer.needle = over_prompts([found for found in of_prompts if found is not None])
+    return view
+
+
 def _niah(tokenizer: PreTrainedTokenizerBase, haystack: str, length: int, depth: int) -> SNIAH:
     """The needle task with the room for its answer that seven digits take."""
     room = len(tokenizer(" 1234567", add_special_tokens=False).input_ids) + 1
@@ -203,13 +230,13 @@ def _samples(task: SNIAH, count: int, tokenizer: PreTrainedTokenizerBase) -> Ite
         yield prompt, value, before if before[0] == begin else [begin, *before], answer
 
 
-def _sample_with_spans(task: SNIAH, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], Needle]:
-    prompt, value, ids, answer = next(_samples(task, 1, tokenizer))
-    at = prompt.index(f"is: {value}.")
-    begin = prompt.rindex(NEEDLE.split("{")[0], 0, at)
-    question = prompt.rindex(PROMPT.split("{context}")[1].split("{")[0].strip())
-    first, end, asking = _tokens_at(tokenizer, prompt, (begin, at + len(f"is: {value}."), question), special=True)
-    return ids, answer, Needle(first, end, asking, len(ids) - 1, len(ids) + len(answer) - 1)
+def _prompts(task: SNIAH, count: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
+    for prompt, value, ids, answer in _samples(task, count, tokenizer):
+        at = prompt.index(f"is: {value}.")
+        begin = prompt.rindex(NEEDLE.split("{")[0], 0, at)
+        question = prompt.rindex(PROMPT.split("{context}")[1].split("{")[0].strip())
+        first, end, asking = _tokens_at(tokenizer, prompt, (begin, at + len(f"is: {value}."), question), special=True)
+        yield Prompt(ids, answer, Needle(first, end, asking, len(ids) - 1, len(ids) + len(answer) - 1))
 
 
 def _span_in_text(tokenizer: PreTrainedTokenizerBase, text: str, needle: str, T: int) -> Needle:
@@ -273,10 +300,12 @@ def _write_arrays(slide: Slide, view: View, origin: dict[str, Any]) -> None:
             arrays[f"layer{layer.layer}.{name}"] = x.astype(np.float32)
             for head, values in enumerate(x.T if x.ndim == 2 else x[..., 0].T):
                 rows.append(fixed | {"head": head, "quantity": name, "meaning": (TOKENS | STATES)[name]} | _spread(values) | origin)
-        for name, found in (layer.needle or {}).items():
-            for kind in ("needle", "haystack") if name != "tokens" else ():
-                for head, value in enumerate(found[kind][-1] if name == "projection" else found[kind]):
-                    rows.append(fixed | {"head": head, "quantity": name, "of": kind, "value": digits(value)} | origin)
+        needle = layer.needle or {}
+        for name in needle.get("difference", ()):
+            for kind in NeedleKeys.KINDS:
+                for head, value in enumerate(needle[name][kind][-1] if name == "projection" else needle[name][kind]):
+                    of = {"head": head, "quantity": name, "of": kind, "value": digits(value), "prompts": needle["prompts"]}
+                    rows.append(fixed | of | origin)
     np.savez_compressed(slide.folder / "tokens.npz", provenance=np.array(json.dumps(origin)), **arrays)
     path = slide.folder / "rows.jsonl"
     path.unlink(missing_ok=True)

@@ -37,6 +37,9 @@ class InspectSettings:
     """Tokens of the prompt that `--needle s_niah` makes."""
     needle_depth: int = 50
     """Percent of the haystack before that needle."""
+    needle_prompts: int = 1
+    """How many prompts `--needle s_niah` makes, with other needles; each begins at another sentence of the text. The first is looked at
+    whole, in all of them the needle."""
     depth_map: bool = False
     """Also hide needles at every length and depth, and measure how well each value is known."""
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -51,9 +54,11 @@ class InspectSettings:
     """`auto` takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "chunk", "stride", "top", "samples"):
+        for name in ("tokens", "chunk", "stride", "top", "needle_prompts", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive")
+        if self.needle_prompts > 1 and self.needle != S_NIAH:
+            raise ValueError(f"needle_prompts={self.needle_prompts} makes prompts for needle={S_NIAH!r}; needle is {self.needle!r}")
         if not 0 < self.rank_tolerance < 1:
             raise ValueError(f"rank_tolerance={self.rank_tolerance} is not between 0 and 1")
         if self.depth_map and not (self.lengths and self.depths):

@@ -38,6 +38,11 @@ class Variant(NamedTuple):
         """The `mixer` of a `FastWeightsConfig`."""
         return self.pattern[0] if len(self.pattern) == 1 else [self.pattern[i % len(self.pattern)] for i in range(layers)]
 
+    def config(self, size: ModelSize, **more: Any) -> dict[str, Any]:
+        """Arguments of a `FastWeightsConfig` of this size. Options may be of the shape, too: `kla:expand_v=4`."""
+        shape = dataclasses.asdict(size) | more | self.options
+        return {"mixer": self.mixer(shape["num_hidden_layers"]), **shape}
+
 
 @dataclass(kw_only=True, frozen=True)
 class SizeChanges:

@@ -51,7 +51,7 @@ def _jobs(settings: TaskCompareSettings, rates: Mapping[str, Sequence[float]], s
     if settings.preset.precision == "tf32" and not on_gpu:
         raise ValueError(f"precision='tf32' is of a GPU's tensor cores, and device is {device!r}; take fp32 or bf16")
     graphs = on_gpu and settings.graphs
-    at_once = settings.at_once or (4 if on_gpu and settings.processes <= 1 else 1)
+    at_once = settings.at_once or (8 if on_gpu and settings.processes <= 1 else 1)
     return [
         TaskJob(
             preset=settings.task,

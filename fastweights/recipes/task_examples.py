@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from copy import copy
+from itertools import tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,10 @@ from fastweights.tasks.draw import words
 
 AHEAD = 8
 """Batches that each process draws before they are asked for."""
+TOGETHER = 64
+"""Batches of a stream after which no other training joins it."""
+_begun: dict[str, tuple[object, Iterator[Drawn]]] = {}
+"""The streams that may be joined: which one it is, and the stream at its first batch."""
 
 
 class Asked(NamedTuple):
@@ -96,6 +102,27 @@ def examples(settings: TaskSettings, state: Mapping[str, Any], start: int, proce
         context.set_forkserver_preload([__name__])
         ahead = {"multiprocessing_context": context, "prefetch_factor": AHEAD, "worker_init_fn": _begin_worker}
     yield from DataLoader(Examples(settings, state, start), batch_size=None, num_workers=processes, collate_fn=_as_it_is, **ahead)
+
+
+def shared(settings: TaskSettings, state: Mapping[str, Any], start: int, processes: int = 0) -> Iterator[Drawn]:
+    """`examples`, drawn once for all trainings of this process that begin at the same place together and go on in turn: models that
+    differ in mixer or learning rate see the same batches. Kept are those between the slowest reader and the fastest."""
+    key = repr((settings.train, settings.batch_size, settings.steps, dict(state), start, processes))
+    if key not in _begun:
+        _begun[key] = object(), tee(examples(settings, state, start, processes), 1)[0]
+    which, mine = _begun[key][0], copy(_begun[key][1])  # to hold the first batch is to hold all that come after it
+
+    def close() -> None:
+        if key in _begun and _begun[key][0] is which:
+            del _begun[key]
+
+    try:
+        for read, drawn in enumerate(mine):
+            if read == TOGETHER:
+                close()
+            yield drawn
+    finally:
+        close()
 
 
 class _Counting(np.random.PCG64):

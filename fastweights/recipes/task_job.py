@@ -25,7 +25,7 @@ from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM, parame
 from fastweights.recipes.pool import Report, finish
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.task_ask import ask, compiled_parts, compilers_remarks_aside, tf32
-from fastweights.recipes.task_examples import Asked, examples
+from fastweights.recipes.task_examples import Asked, shared
 from fastweights.recipes.task_presets import TaskSettings
 from fastweights.records import provenance
 from fastweights.tasks import generator
@@ -143,16 +143,9 @@ class TaskJob:
 
     def model(self) -> FastWeightsForCausalLM:
         """A new model with this run's weights, on the CPU. Raises ValueError for a mixer or option that does not exist."""
-        variant = Variant.parse(self.label)
+        config = Variant.parse(self.label).config(self.settings.model, vocab_size=self.settings.vocab_size)
         torch.manual_seed(self.seed)
-        return FastWeightsForCausalLM(
-            FastWeightsConfig(
-                mixer=variant.mixer(self.settings.model.num_hidden_layers),
-                vocab_size=self.settings.vocab_size,
-                **dataclasses.asdict(self.settings.model),
-                **variant.options,
-            )
-        )
+        return FastWeightsForCausalLM(FastWeightsConfig(**config))
 
     def run(self, report: Report, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """Train (or go on), measure. None if `should_stop` ended it: a later call goes on."""
@@ -187,7 +180,7 @@ class TaskJob:
             "learning_rate": self.learning_rate,
             "batch_size": settings.batch_size,
             "train": [{"task": task.name, **task.parameters(), "share": share} for task, share in settings.train],
-            "model": dataclasses.asdict(settings.model),
+            "model": {name: getattr(model.config, name) for name in dataclasses.asdict(settings.model)},
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "state_floats": state_floats(model),
             "steps": last.step,
@@ -223,7 +216,7 @@ def train_on_task(
         state, trained = _load(job.checkpoint, model, optimizer, job.device)
         began -= trained.curve[-1].seconds
     curve = trained.curve
-    drawn = examples(settings, state, curve[-1].step + 1 if curve else 1, job.drawers)
+    drawn = shared(settings, state, curve[-1].step + 1 if curve else 1, job.drawers)
     model.train()
     repeated = Repeated(training_step(job, model, optimizer, window), job.device, graphs=job.graphs)
     while not (trained.reached or trained.diverged) and (start := curve[-1].step + 1 if curve else 1) <= settings.steps:

@@ -71,7 +71,7 @@ class TaskCompareSettings:
     """Processes that train a model each; 0 chooses: one per core on the CPU, one on a GPU."""
     at_once: int = 0
     """Models that one process trains in turn, step by step. On a GPU their steps run side by side, and fill it though each is small.
-    0 chooses: 4 on a GPU, 1 on the CPU."""
+    0 chooses: 8 on a GPU, 1 on the CPU."""
     graphs: bool = True
     """On a GPU, repeat training steps as CUDA graphs: one launch a step instead of some hundred."""
     compile: Literal["auto", "on", "off"] = "auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import math
@@ -143,6 +142,10 @@ def _run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
     except KeyboardInterrupt:
         console.print(f"Interrupted; {folder} holds a checkpoint. The same command goes on from there.", highlight=False)
         raise
+    except FloatingPointError as error:
+        if _is_main():
+            _note_in_session(folder, stopped=str(error).partition("\n")[0])
+        raise
     (row,) = rows
     if row:
         console.print(f"{interval(row['validation']['bits_per_byte'])} bits per byte on text that was not trained on.", highlight=False)
@@ -166,11 +169,8 @@ def _config(settings: TrainingRun, tokenizer: PreTrainedTokenizerBase) -> FastWe
                 f"init_from={settings.init_from!r} is a {config.model_type}; what can be fine-tuned here is a fastweights model"
             )
         return config
-    variant = Variant.parse(settings.mixer)
-    special: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
-    shape = dataclasses.asdict(settings.model)
-    mixer = variant.mixer(settings.model.num_hidden_layers)
-    return FastWeightsConfig(mixer=mixer, vocab_size=len(tokenizer), **shape, **special, **variant.options)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
+    return FastWeightsConfig(**Variant.parse(settings.mixer).config(settings.model, vocab_size=len(tokenizer), **special))
 
 
 def _identity(job: TrainingJob) -> dict[str, Any]:
@@ -227,6 +227,13 @@ def _write_settings(job: TrainingJob) -> None:
     }
     job.folder.mkdir(parents=True, exist_ok=True)
     _write_whole(file, json.dumps(content, indent=1))
+
+
+def _note_in_session(folder: Path, **notes: str) -> None:
+    """In run.json, of the session that is going on."""
+    content = json.loads((folder / SETTINGS).read_text())
+    content["sessions"][-1] |= notes
+    _write_whole(folder / SETTINGS, json.dumps(content, indent=1))
 
 
 def _train(job: TrainingJob, report: Report, should_stop: Callable[[], bool]) -> bool:

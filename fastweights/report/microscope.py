@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastweights.report.html import Html, fields, figure, folded, section, table, tag
+from fastweights.report.numbers import interval
 from fastweights.report.plots import Curve, Heat, curves, heat_map
 
 Results = Mapping[str, Any]
@@ -224,17 +225,54 @@ def _needles(seen: Sequence[Results]) -> Html | None:
                 integers=True,
                 y_range=y_range,
             )
-            figures.append(figure(plot, Html(f"{tag('b', one['name'])}: {words} Mean over heads; bands from the least to the greatest.")))
+            prompts = layers[0]["needle"].get("prompts", 1)
+            over = "heads" if prompts == 1 else f"{prompts} prompts and heads"
+            told_of = f"{words} Mean over {over}; bands from the least to the greatest head."
+            figures.append(figure(plot, Html(f"{tag('b', one['name'])}: {told_of}")))
         kept.append(figures)
     told = []
     for one in asked:
         spans, answer = one["needle"]["spans"], one["needle"]["answer"]
-        text = f"{one['name']}: needle at tokens {spans['begin']:,} to {spans['end'] - 1:,} of {one['tokens']:,}"
+        prompts = one["view"]["layers"][0]["needle"].get("prompts", 1)
+        name = f"{one['name']}, first of {prompts} prompts" if prompts > 1 else one["name"]
+        text = f"{name}: needle at tokens {spans['begin']:,} to {spans['end'] - 1:,} of {one['tokens']:,}"
         if answer:
             verdict = "said by greedy decoding" if answer["retrieved"] else "not said by greedy decoding"
             text += f"; its value is {verdict}, −log p {answer['nats']:.2f} nats for {answer['tokens']} tokens"
         told.append(tag("p", f"{text}."))
-    return section("Needle and haystack", *told, *_grids(*kept))
+    return section("Needle and haystack", *told, *_grids(*kept), *_over_prompts(asked))
+
+
+def needle_differences(layers: Sequence[Layer]) -> list[tuple[Layer, dict[str, str]]]:
+    """Each layer, and by quantity how far needle keys are from haystack keys in the mean over heads, with the interval over prompts; empty
+    where there is one prompt."""
+    found = []
+    for layer in layers:
+        apart = layer["needle"].get("difference", {}) if layer["needle"].get("prompts", 1) > 1 else {}
+        found.append((layer, {name: interval(one["haystack"]["mean"], signed=True) for name, one in apart.items()}))
+    return found
+
+
+def _over_prompts(asked: Sequence[Results]) -> list[Html]:
+    """A table a model that was given several prompts."""
+    names = {"survives_query": "kept of the query", "survives_direction": "kept of the direction", "projection": "share on top directions"}
+    found = []
+    for one in asked:
+        rows = needle_differences(one["view"]["layers"])
+        shown = [name for name in names if any(name in cells for _, cells in rows)]
+        if not shown:
+            continue
+        lines = []
+        for layer, cells in rows:
+            below = layer["needle"]["difference"]["projection"]["passage"]["below"]
+            lines.append((str(layer["layer"]), *(cells.get(name, "–") for name in shown), f"{100 * below:.0f} %"))
+        note = (
+            f"{one['name']}, {rows[0][0]['needle']['prompts']} prompts: needle keys less haystack keys, means over heads, ± half of the"
+            " 95 % interval over prompts; and in how many prompts the needle has less of its length on the top directions than an ordinary"
+            " passage as long as it."
+        )
+        found.append(table(["layer", *(names[name] for name in shown), "below a passage"], lines, note=note))
+    return found
 
 
 def _needle_line(layers: Sequence[Layer], name: str, kind: str) -> Curve:

@@ -11,7 +11,7 @@ from rich.table import Table
 from fastweights.report.efficiency import GROWTH_COLUMNS, by_length, growth_lines, size
 from fastweights.report.efficiency import number as short
 from fastweights.report.evaluation import lines, point_lines
-from fastweights.report.microscope import COLUMNS, layer_rows, number, real_length
+from fastweights.report.microscope import COLUMNS, layer_rows, needle_differences, number, real_length
 from fastweights.report.numbers import interval, percent
 from fastweights.report.tasks import whole
 
@@ -88,19 +88,22 @@ def _narrow(title: str) -> Table:
 
 def _needle_table(results: Mapping[str, Any]) -> Table:
     names = {"survives_query": "query kept", "survives_direction": "direction kept", "projection": "on top directions"}
-    table = _narrow("Needle keys / haystack keys, means over heads")
     layers = results["view"]["layers"]
+    prompts = layers[0]["needle"].get("prompts", 1)
+    table = _narrow(f"Needle keys / haystack keys, means over {f'{prompts} prompts and ' if prompts > 1 else ''}heads")
     shown = [name for name in names if any(name in layer["needle"] for layer in layers)]
     table.add_column("layer")
     for name in shown:
         table.add_column(names[name], justify="right")
-    for layer in layers:
+    if prompts > 1:
+        table.add_column("difference", justify="right")
+    for layer, apart in needle_differences(layers):
         cells = []
         for name in shown:
             found = layer["needle"].get(name)
             heads = found and [found[kind][-1] if name == "projection" else found[kind] for kind in ("needle", "haystack")]
             cells.append(" / ".join(f"{sum(h) / len(h):.3f}" for h in heads) if heads else "–")
-        table.add_row(f"{layer['layer']} {layer['mixer']}", *cells)
+        table.add_row(f"{layer['layer']} {layer['mixer']}", *cells, *([apart["projection"]] if apart else []))
     return table
 
 

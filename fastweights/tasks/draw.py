@@ -40,11 +40,12 @@ def integers(rng: np.random.Generator, high: int, *shape: int) -> np.ndarray:
 def distinct(rng: np.random.Generator, high: int, count: int, rows: int) -> np.ndarray:
     """Per row ``count`` different integers of ``[0, high)`` in random order ``[rows, count]``, int64: the head of a Fisher-Yates
     shuffle."""
-    pool = np.tile(np.arange(high, dtype=np.int32), (rows, 1))
-    raw, row = words(rng, rows, count), np.arange(rows)
-    for i in range(count):
-        j = i + scale_down(raw[:, i], high - i)
-        pool[row, i], pool[row, j] = pool[row, j], pool[row, i]
+    pool = np.tile(np.arange(high, dtype=np.uint16 if high <= 1 << 16 else np.int64), (rows, 1))  # small: making it is most of the work
+    place = np.arange(count)[:, None] + scale_down(words(rng, rows, count).T, high - np.arange(count)[:, None])
+    flat, start = pool.reshape(-1), high * np.arange(rows)
+    for i, other in enumerate(start + place):
+        head = start + i
+        flat[head], flat[other] = flat[other], flat[head]
     return pool[:, :count].astype(np.int64)
 
 

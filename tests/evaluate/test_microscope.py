@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fastweights.evaluate.microscope import STATES, TOKENS, inspect_memory
-from fastweights.evaluate.needle import Needle, find_needle
+from fastweights.evaluate.needle import Needle, find_needle, over_prompts
 from fastweights.layers import FastWeightAttention
 from fastweights.read import READ_RULES
 from tests.models.tiny import EVERY_KIND, kinds, tiny_model, tokens
 
-T = 23
+T, CHUNK, TOP = 23, 7, 2
 NEEDLE = Needle(begin=5, end=8, question=18, asked=20, asked_end=22)
 WITH_MEMORY = [name for name in EVERY_KIND if name not in ("softmax", "sliding")]
 ULPS = 1e-9
@@ -29,7 +29,8 @@ def plain_loop(model, ids, layer):
     H, Hv, K, V = mixer.num_heads, mixer.num_value_heads, mixer.head_k_dim, mixer.head_v_dim
     q, k, v = q.view(T, H, K), k.view(T, H, K), v.view(T, Hv, V)
     coef = mixer.write(x, k[None], v[None], torch.arange(T)[None])
-    seen = {name: torch.full((T, H if name in ("key_norm", "lambda", "lambda_trace", "removed") else Hv), math.nan) for name in TOKENS}
+    per_key_head = ("key_norm", "lambda", "lambda_trace", "removed", "removed_top", "query_top")
+    seen = {name: torch.full((T, H if name in per_key_head else Hv), math.nan) for name in TOKENS}
     seen = {name: x.double() for name, x in seen.items()}
     S, memories, sigmas, cleaned = torch.zeros(Hv, K, V).double(), [], [], []
     for t in range(T):
@@ -41,9 +42,11 @@ def plain_loop(model, ids, layer):
             if coef.log_decay is not None and coef.log_decay.dim() == 4:
                 a = coef.log_decay[0, t, g].exp()
                 seen["decay"][t, h], seen["decay_min"][t, h], seen["decay_max"][t, h] = a.mean(), a.min(), a.max()
+                seen["forgotten"][t, h] = -a.log().mean()
                 S[h] = a[:, None] * S[h]
             elif coef.log_decay is not None:
                 seen["decay"][t, h] = math.exp(coef.log_decay[0, t, h])
+                seen["forgotten"][t, h] = -math.log(seen["decay"][t, h])
                 S[h] = seen["decay"][t, h] * S[h]
             error = value - S[h].T @ key
             seen["key_norm"][t, g], seen["written_key_norm"][t, h] = k[t, g].norm(), key.norm()
@@ -78,11 +81,17 @@ def plain_loop(model, ids, layer):
                 seen["lambda"][t, g], seen["lambda_trace"][t, g] = lam, lam * sigma[g].trace()
                 seen["removed"][t, g] = (q[t, g] - cleaned[t, g]).norm() / q[t, g].norm()
             sigmas.append(sigma)
+        for t in range(T):
+            for g in range(H):
+                axes = np.linalg.eigh(sigmas[min(CHUNK * (t // CHUNK + 1), T) - 1][g].numpy())[1][:, -TOP:]
+                for name, x in (("removed_top", q[t, g] - cleaned[t, g]), ("query_top", q[t, g])):
+                    length = x.norm().item()  # of what the first query loses, 0: Σ of a single key is
+                    seen[name][t, g] = ((axes.T @ x.numpy() / length) ** 2).sum() if length else 0.0
     if "decay_min" in seen:  # per channel is per key head
         for name in ("decay_min", "decay_max"):
             seen[name] = seen[name][:, :: Hv // H]
         if coef.log_decay is not None and coef.log_decay.dim() == 4:
-            seen["decay"] = seen["decay"][:, :: Hv // H]
+            seen["decay"], seen["forgotten"] = seen["decay"][:, :: Hv // H], seen["forgotten"][:, :: Hv // H]
     return {name: x for name, x in seen.items() if not x.isnan().all()}, memories, sigmas, (q, cleaned, k, coef)
 
 
@@ -100,7 +109,7 @@ def close(found, expected):
 @pytest.mark.parametrize("kind", kinds(WITH_MEMORY, quick=("kla+ccq", "gla+ccq", "linear+raw", "grouped, no conv, no MLP")))
 def test_every_quantity_is_that_of_a_plain_loop(kind):
     model, ids, stride = tiny_model(torch.float64, **EVERY_KIND[kind]), tokens(T), 3
-    view = inspect_memory(model, ids, chunk=7, stride=stride, top=2, rank_tolerance=0.05)
+    view = inspect_memory(model, ids, chunk=CHUNK, stride=stride, top=TOP, rank_tolerance=0.05)
     assert view.positions.tolist() == list(range(0, T, 3)) and view.looks.tolist() == [7, 14, 21, 23]
     for layer in view.layers:
         with torch.no_grad():
@@ -131,8 +140,8 @@ def test_needle_keys_against_haystack_keys(kind, chunk):
         mixer = model.model.layers[layer.layer].mixer
         with torch.no_grad():
             expected, _, sigmas, (q, cleaned, k, coef) = plain_loop(model, ids, layer.layer)
-        places = {"needle": range(5, 8), "haystack": [*range(5), *range(8, 18)]}
-        assert layer.needle["tokens"] == {"needle": 3, "haystack": 15}
+        places = {"needle": range(5, 8), "haystack": [*range(5), *range(8, 18)], "passage": range(11, 14)}
+        assert layer.needle["tokens"] == {"needle": 3, "haystack": 15, "passage": 3}
         for g in range(mixer.num_heads):
             scale = None if coef.key_scale is None else coef.key_scale[0, :, g]
             if sigmas:
@@ -156,6 +165,36 @@ def test_needle_keys_against_haystack_keys(kind, chunk):
                 close(layer.needle["survives_query"][kind_of][g], (after / before).sqrt())
                 lam = expected["lambda"][[20, 21], g].mean().item()
                 close(layer.needle["survives_direction"][kind_of][g], 1 - lam * np.mean([u @ sigma.numpy() @ u for u in units]))
+
+
+def test_an_ordinary_passage_lies_in_the_longer_part_of_the_haystack():
+    assert Needle(10, 14, 20, 21, 22).passage == (3, 7) and Needle(2, 6, 20, 21, 22).passage == (11, 15)
+    assert Needle(2, 12, 14, 14, 15).passage == (0, 2)  # and is as long as fits
+
+
+def test_a_needle_looked_at_alone_is_the_same():
+    model, ids = tiny_model(torch.float64, mixer="kla+ccq"), tokens(T)
+    both, alone = (inspect_memory(model, ids, chunk=6, needle=NEEDLE, needle_only=only).layers for only in (False, True))
+    assert [layer.needle for layer in both] == [layer.needle for layer in alone]
+    assert not any(layer.tokens or layer.states for layer in alone)
+
+
+def test_over_prompts_are_means_and_paired_differences():
+    def found(needle, haystack, passage):
+        kinds = {"needle": needle, "haystack": haystack, "passage": passage}
+        return {"projection": {kind: [[0.0, 0.0], heads] for kind, heads in kinds.items()}, "tokens": dict.fromkeys(kinds, 4)}
+
+    both = over_prompts([found([0.1, 0.3], [0.3, 0.5], [0.1, 0.2]), found([0.2, 0.4], [0.5, 0.5], [0.3, 0.4])])
+    assert both["prompts"] == 2 and both["tokens"] == {"needle": 4, "haystack": 4, "passage": 4}
+    close(both["projection"]["needle"], [[0, 0], [0.15, 0.35]])
+    haystack, passage = (both["difference"]["projection"][other] for other in ("haystack", "passage"))
+    close(haystack["mean"]["value"], -0.2)  # of −0.2 and −0.2
+    close(haystack["mean"]["low"], -0.2)
+    close([head["value"] for head in haystack["heads"]], [-0.25, -0.15])
+    assert haystack["heads"][0]["low"] < -0.25 < haystack["heads"][0]["high"]
+    assert haystack["below"] == 1 and passage["below"] == 0.5  # +0.05 and −0.05
+    one = over_prompts([found([0.1, 0.3], [0.3, 0.5], [0.1, 0.2])])
+    assert one["difference"]["projection"]["haystack"]["mean"]["low"] is None  # one prompt tells no spread
 
 
 def test_a_float32_model_is_seen_as_it_computes():

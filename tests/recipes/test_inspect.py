@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastweights import cli
+from fastweights.evaluate.microscope import inspect_memory
 from fastweights.recipes import inspect as recipe
 from fastweights.recipes.inspect import prepare, read_text, run
 from fastweights.recipes.inspect_settings import InspectSettings
@@ -79,7 +81,8 @@ def test_from_a_text_to_files(saved, text, tmp_path):
 def test_a_prompt_of_the_needle_task_and_its_spans(saved, text):
     for given in ("", text):
         slide = prepare(saved, given, InspectSettings(needle="s_niah", needle_length=600, needle_depth=40))
-        needle, (prompt, answer) = slide.needle, slide.answer
+        ((prompt, answer, needle),) = slide.prompts
+        assert needle == slide.needle
         sentence = slide.tokenizer.decode(slide.ids[needle.begin : needle.end])
         value = slide.tokenizer.decode(answer).strip()
         assert sentence.startswith(NEEDLE.split("{")[0]) and sentence.endswith(f"is: {value}.") and value.isdigit()
@@ -87,6 +90,31 @@ def test_a_prompt_of_the_needle_task_and_its_spans(saved, text):
         assert slide.ids == prompt + answer and slide.ids[0] == 256 and len(slide.ids) <= 601
         assert (needle.asked, needle.asked_end) == (len(prompt) - 1, len(slide.ids) - 1)
         assert 0.2 < needle.begin / needle.question < 0.6
+
+
+def test_several_prompts_have_other_haystacks_and_an_interval(saved, tmp_path):
+    text = tmp_path / "sentences.txt"
+    text.write_text(" ".join(f"Sentence {n} tells of {n * n} ships." for n in range(60)))
+    settings = InspectSettings(needle="s_niah", needle_length=600, needle_prompts=3, out=tmp_path / "out")
+    slide = prepare(saved, str(text), settings)
+    read = [slide.tokenizer.decode(prompt) for prompt, _, _ in slide.prompts]
+    assert (
+        len({words.split("\n")[1][:12] for words in read}) == 3 and len({slide.tokenizer.decode(one.answer) for one in slide.prompts}) == 3
+    )
+    console = Console(width=120, record=True)
+    (layer,) = run(slide, console)["view"]["layers"]
+    assert "means over 3 prompts and heads" in console.export_text()
+    assert "3 prompts: needle keys less haystack keys" in (tmp_path / "out/report.html").read_text()
+    needle, each = layer["needle"], []
+    for prompt, answer, place in slide.prompts:
+        view = inspect_memory(slide.model, torch.tensor(prompt + answer), needle=place)
+        each.append(view.layers[0].needle["projection"])
+    apart = [np.mean(one["needle"][-1]) - np.mean(one["haystack"][-1]) for one in each]
+    found = needle["difference"]["projection"]["haystack"]["mean"]
+    assert needle["prompts"] == 3 and found["value"] == pytest.approx(np.mean(apart)) and found["low"] < found["value"] < found["high"]
+    np.testing.assert_allclose(needle["projection"]["needle"], np.mean([one["needle"] for one in each], axis=0))
+    with pytest.raises(ValueError, match="needle_prompts=2 makes prompts for needle='s_niah'; needle is 'ships'"):
+        InspectSettings(needle="ships", needle_prompts=2)
 
 
 def test_the_depth_map_goes_on_where_it_stopped(saved, tmp_path, monkeypatch):

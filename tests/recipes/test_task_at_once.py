@@ -1,11 +1,13 @@
 """Several models trained in turn by one process: each to the numbers that it has alone; examples drawn ahead; steps as graphs."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from fastweights.recipes import task_examples, task_job
 from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.pool import finish, run_jobs
 from fastweights.recipes.task_compare import forget, more_jobs, plan_jobs
-from fastweights.recipes.task_examples import Asked, Examples, examples, words_of
+from fastweights.recipes.task_examples import Asked, Examples, examples, shared, words_of
 from fastweights.recipes.task_job import TaskJob, ask, train_on_task
 from fastweights.recipes.task_presets import TASK_PRESETS, TaskSettings
 from fastweights.recipes.task_settings import TaskCompareSettings
@@ -164,6 +166,41 @@ def test_processes_take_turns_at_the_same_examples(monkeypatch):
         shares.append(list(Examples(SMALL, start, 1)))
     assert [len(share) for share in shares] == [2, 2, 2]
     assert same(batches, [share[turn] for turn in range(2) for share in shares])
+
+
+def test_trainings_that_begin_together_read_one_stream(monkeypatch):
+    settings, start = dataclasses.replace(SMALL, steps=200), generator(5).bit_generator.state
+    expected = list(examples(settings, start, 1))
+    drawn, alive = [], set()
+
+    def counted(*given):
+        stream = len(drawn)
+        drawn.append(0)
+        alive.add(stream)
+        try:
+            for batch in examples(*given):
+                drawn[stream] += 1
+                yield batch
+        finally:
+            alive.remove(stream)
+
+    monkeypatch.setattr(task_examples, "examples", counted)
+    monkeypatch.setattr(task_examples, "TOGETHER", 2)
+    one, other, elsewhere = shared(settings, start, 1), shared(settings, start, 1), shared(settings, expected[0].state, 2)
+    read = [next(stream) for _ in range(2) for stream in (one, other, elsewhere)]
+    assert drawn == [2, 2] and same(read[0::3], expected[:2]) and same(read[1::3], expected[:2]) and same(read[2::3], expected[1:3])
+    first = weakref.ref(read[0].numbers)
+    del read
+    assert first() is not None  # another may come yet
+    assert same([next(stream) for _ in range(100) for stream in (one, other)][1::2], expected[2:102])
+    assert first() is None
+    late = shared(settings, start, 1)
+    assert same([next(late)], expected[:1]) and drawn == [102, 2, 1]
+    one.close()
+    assert alive == {0, 1, 2} and same(list(other), expected[102:])
+    for stream in (other, elsewhere, late):
+        stream.close()
+    assert not alive and not task_examples._begun
 
 
 @pytest.mark.full

@@ -328,6 +328,11 @@ def test_options_and_patterns_reach_the_model(job):
     assert isinstance(model, FastWeightsForCausalLM) and model.config.eta_max == 2
 
 
+def test_a_mixer_may_come_with_a_shape_of_its_own(job):
+    plain, wide = (job(label=label).run(lambda *told: None, lambda: False) for label in ("kla", "kla:expand_v=4"))
+    assert wide["model"] == plain["model"] | {"expand_v": 4} and wide["state_floats"] == 4 * plain["state_floats"]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_mqar_is_learned_in_minutes(tmp_path):

@@ -161,6 +161,17 @@ def test_a_finished_run_is_only_told_of_and_other_measurements_only_measure(smal
 
 
 @pytest.mark.full
+def test_a_run_that_a_number_stopped_says_so(small, tmp_path, monkeypatch):
+    def train(*arguments, **options):
+        raise FloatingPointError("step 3: the loss is nan.\nThe text of the step:\na text")
+
+    monkeypatch.setattr(recipe, "train", train)
+    with pytest.raises(FloatingPointError, match="step 3"):
+        run(small())
+    (session,) = json.loads((tmp_path / "run/run.json").read_text())["sessions"]
+    assert session["stopped"] == "step 3: the loss is nan." and session["commit"]
+
+
 def test_a_folder_of_other_settings_is_refused_by_name_and_restart_removes_it(small, tmp_path, text):
     run(small())
     (tmp_path / "run/notes.txt").write_text("mine")

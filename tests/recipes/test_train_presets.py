@@ -17,9 +17,7 @@ SIZE_OF = {name: next((size for size in SIZES if f"-{size}" in name), None) for 
 
 def config(name, **changes):
     run = PRESETS[name].run
-    variant = Variant.parse(run.mixer)
-    shape = dataclasses.asdict(run.model) | changes
-    return {"mixer": variant.mixer(shape["num_hidden_layers"]), "vocab_size": VOCABULARY[run.tokenizer], **shape, **variant.options}
+    return Variant.parse(run.mixer).config(dataclasses.replace(run.model, **changes), vocab_size=VOCABULARY[run.tokenizer])
 
 
 def count(name):
