@@ -57,6 +57,10 @@ def rows(folder: Path) -> list[Row]:
     return sorted(kept, key=lambda row: (row["width"], MIXERS.index(row["label"]), row["learning_rate"], row["seed"]))
 
 
+def _measured(rows: list[Row]) -> list[int]:
+    return [width for width in WIDTHS if any(row["width"] == width for row in rows)]
+
+
 def _standings(rows: list[Row], width: int) -> list[Row]:
     """Each mixer at its best rate in training, in the order of the mixers."""
     return standings([row for row in rows if row["width"] == width])
@@ -69,7 +73,7 @@ def _mean(standing: Row) -> float:
 
 def answer(rows: list[Row]) -> str:
     parts = []
-    for width in WIDTHS:
+    for width in _measured(rows):
         ordered = sorted(_standings(rows, width), key=_mean, reverse=True)
         found = [f"{standing['label']} {_mean(standing):.0f} %" for standing in ordered]
         parts.append(f"d {width}: {', '.join(found)}")
@@ -78,9 +82,9 @@ def answer(rows: list[Row]) -> str:
 
 def table(rows: list[Row]) -> str:
     lines = []
-    for width in WIDTHS:
+    for width in _measured(rows):
         found = _standings(rows, width)
-        places = [f"{score['length']:,}, {score['pairs']}" for score in found[0]["accuracy"]] if found else []
+        places = [f"{score['length']:,}, {score['pairs']}" for score in found[0]["accuracy"]]
         lines += [
             f"| d {width} | state, floats | rate | seeds | in training | mean | {' | '.join(places)} |",
             "|---|---|---|---|---|---|" + "---|" * len(places),
@@ -101,7 +105,7 @@ def table(rows: list[Row]) -> str:
 def figure(rows: list[Row]) -> str:
     lines = []
     for label in MIXERS:
-        found = [standing for width in WIDTHS for standing in _standings(rows, width) if standing["label"] == label]
+        found = [standing for width in _measured(rows) for standing in _standings(rows, width) if standing["label"] == label]
         if found and all(standing["state_floats"] for standing in found):
             lines.append(Curve(label, [standing["state_floats"] for standing in found], [_mean(standing) for standing in found]))
     return str(
