@@ -36,7 +36,7 @@ def next_token_targets(
 
     There is none at the end of a row or a document, and none from or to a masked token: padding predicts nothing and is not predicted.
     """
-    targets = F.pad(labels[:, 1:].long(), (0, 1), value=IGNORE)
+    targets = F.pad(labels.long(), (0, 1), value=IGNORE)[:, 1:]  # of no tokens none
     if cu_seqlens is not None:
         end = (cu_seqlens[1:].long() - 1) % labels.shape[1]  # of an empty document in front it is −1, which wraps to the row's end
         last = torch.zeros_like(targets, dtype=torch.bool).index_fill(1, end, True)
@@ -81,9 +81,9 @@ def summed_losses(
     losses: Callable[[Tensor, Tensor], Tensor] = losses_of_logits,
     with_gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Float[Tensor, ""]:
-    """The sum of `token_losses`. Where gradients are wanted and ``head`` is a plain `torch.nn.Linear`, they are made with the loss, so that
-    the logits are made once: `loss_and_gradients` (or ``with_gradients``, that compiled) of each chunk."""
-    if torch.is_grad_enabled() and isinstance(head, nn.Linear) and plain(head):
+    """The sum of `token_losses`. Where both gradients are wanted and ``head`` is a plain `torch.nn.Linear`, they are made with the loss, so
+    that the logits are made once: `loss_and_gradients` (or ``with_gradients``, that compiled) of each chunk."""
+    if torch.is_grad_enabled() and isinstance(head, nn.Linear) and plain(head) and hidden.requires_grad and head.weight.requires_grad:
         return _Summed.apply(hidden, head.weight, targets, with_gradients or loss_and_gradients)
     return token_losses(hidden, head, targets, losses).sum()
 

@@ -65,7 +65,7 @@ def _jobs(settings: TaskCompareSettings, rates: Mapping[str, Sequence[float]], s
             graphs=graphs,
             compile=graphs if settings.compile == "auto" else settings.compile == "on",
             at_once=at_once,
-            drawers=max(1, min(4, (os.cpu_count() or 1) // (at_once * max(1, settings.processes)))) if on_gpu else 0,
+            drawers=max(1, min(4, (os.cpu_count() or 1) // (4 * max(1, settings.processes)))) if on_gpu else 0,
         )
         for label in settings.mixers
         for rate in rates[label]

@@ -48,6 +48,7 @@ def test_the_loss_is_transformers_loss_where_nothing_is_padded():
     torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=100).loss, half)
     nothing = model(ids, labels=torch.full_like(ids, IGNORE)).loss
     assert nothing == 0 and not any(g.any() for g in gradients(model, nothing).values())
+    assert model(ids[:, :0], labels=ids[:, :0]).loss == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
@@ -122,6 +123,15 @@ def test_gradients_made_with_the_loss_take_what_logits_would_take():
     model.float().lm_head.register_full_backward_hook(lambda *_: called.append("backward"))
     model(ids, labels=ids, logits_to_keep=1).loss.backward()
     assert called == ["backward"]
+
+
+@pytest.mark.parametrize("frozen", ["lm_head", "model"])
+def test_what_is_frozen_costs_no_gradient(frozen, monkeypatch):
+    model, ids = tiny_model(tie_word_embeddings=False), tokens(2, 9)
+    model.get_submodule(frozen).requires_grad_(False)
+    monkeypatch.setattr(model, "loss_and_gradients", lambda *_: pytest.fail("both gradients were made"))
+    whole, pieces = (gradients(model, model(ids, labels=ids, logits_to_keep=keep).loss) for keep in (0, 1))
+    assert_same_gradients(pieces, whole)
 
 
 @torch.no_grad()
