@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from fastweights.recipes.task_rows import kept_rows, mean_accuracy, standings_table
 from fastweights.recipes.task_standings import standings
-from fastweights.records import read_rows
 from fastweights.report.plots import Curve, curves
 
 QUESTION = "How much does each mixer recall for its state (MQAR by Zoology's definition, d 64 and 128)?"
@@ -19,20 +17,6 @@ MINUTES = 20
 """Of one call, a width; another call goes on."""
 PRECISION = "bf16"
 """Of training, for every mixer alike; what is measured is in float32."""
-KEPT = (
-    "label",
-    "parameters",
-    "state_floats",
-    "learning_rate",
-    "steps",
-    "reached",
-    "diverged",
-    "train_accuracy",
-    "seconds",
-    "at_once",
-    "compiled",
-)
-ORIGIN = ("command", "commit", "device", "versions", "time", "seed")
 Row = dict[str, Any]
 
 
@@ -47,13 +31,7 @@ def run(lab: Any) -> None:
 
 
 def rows(folder: Path) -> list[Row]:
-    kept = []
-    for width in WIDTHS:
-        for row in read_rows(folder / f"d{width}" / "results.jsonl"):
-            whole = [score for score in row["accuracy"] if score["stratum"] is None]
-            few = {"width": width} | {name: row[name] for name in (*KEPT, *ORIGIN)}
-            training = [[step, share] for step, _, share, _ in row["training"]]
-            kept.append(few | {"accuracy": whole, "n": sum(score["asked"] for score in whole), "training": training})
+    kept = [row for width in WIDTHS for row in kept_rows(folder / f"d{width}", width=width)]
     return sorted(kept, key=lambda row: (row["width"], MIXERS.index(row["label"]), row["learning_rate"], row["seed"]))
 
 
@@ -66,16 +44,11 @@ def _standings(rows: list[Row], width: int) -> list[Row]:
     return standings([row for row in rows if row["width"] == width])
 
 
-def _mean(standing: Row) -> float:
-    """Over the benchmark's seven lengths, in %."""
-    return 100 * float(np.mean([score["accuracy"] for score in standing["accuracy"]]))
-
-
 def answer(rows: list[Row]) -> str:
     parts = []
     for width in _measured(rows):
-        ordered = sorted(_standings(rows, width), key=_mean, reverse=True)
-        found = [f"{standing['label']} {_mean(standing):.0f} %" for standing in ordered]
+        ordered = sorted(_standings(rows, width), key=mean_accuracy, reverse=True)
+        found = [f"{standing['label']} {mean_accuracy(standing):.0f} %" for standing in ordered]
         parts.append(f"d {width}: {', '.join(found)}")
     return f"mean accuracy over (64, 4) … (1,024, 256), each mixer at the best of four rates; {'; '.join(parts)}"
 
@@ -83,18 +56,7 @@ def answer(rows: list[Row]) -> str:
 def table(rows: list[Row]) -> str:
     lines = []
     for width in _measured(rows):
-        found = _standings(rows, width)
-        places = [f"{score['length']:,}, {score['pairs']}" for score in found[0]["accuracy"]]
-        lines += [
-            f"| d {width} | state, floats | rate | seeds | in training | mean | {' | '.join(places)} |",
-            "|---|---|---|---|---|---|" + "---|" * len(places),
-        ]
-        for standing in found:
-            scores = [f"{100 * s['accuracy']:.1f} ({100 * s['low']:.1f}–{100 * s['high']:.1f})" for s in standing["accuracy"]]
-            size = f"{standing['state_floats']:,}" if standing["state_floats"] else "grows"
-            few = [size, f"{standing['learning_rate']:.2g}", str(len(standing["seeds"])), f"{100 * standing['train_accuracy']:.1f}"]
-            lines.append(f"| {standing['label']} | {' | '.join([*few, f'{_mean(standing):.1f}', *scores])} |")
-        lines.append("")
+        lines += [*standings_table(f"d {width}", _standings(rows, width), mean=True), ""]
     note = (
         "Accuracy in %, by length and pairs; in brackets the worst and the best seed, or with one seed the 95 % interval. "
         f"{len(rows)} runs, {sum(row['diverged'] for row in rows)} of which ended in a loss that is not finite; chance 0.02 %."
@@ -107,7 +69,7 @@ def figure(rows: list[Row]) -> str:
     for label in MIXERS:
         found = [standing for width in _measured(rows) for standing in _standings(rows, width) if standing["label"] == label]
         if found and all(standing["state_floats"] for standing in found):
-            lines.append(Curve(label, [standing["state_floats"] for standing in found], [_mean(standing) for standing in found]))
+            lines.append(Curve(label, [standing["state_floats"] for standing in found], [mean_accuracy(standing) for standing in found]))
     return str(
         curves(
             lines,

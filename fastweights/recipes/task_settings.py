@@ -28,7 +28,8 @@ class TaskCompareSettings:
     mqar-zoology-128, mqar-zoology-256, mqar-kla, one-pair-kla, palindrome-kla, stack-kla, parity, s3, s5, s3-swaps, s5-swaps,
     needle-bytes."""
     mixers: tuple[str, ...] = ("gated_deltanet", "kla", "gated_deltanet+ccq", "kla+ccq")
-    """What to compare. Options of the rules after colons: `kla:eta_max=2`. A pattern over the layers with commas: `kla,softmax`."""
+    """What to compare. Options of the rules, or of the shape, after colons: `kla:eta_max=2:expand_v=4`. A pattern over the layers with
+    commas: `kla,softmax`."""
     learning_rates: tuple[float, ...] = ()
     """The grid, in place of the preset's."""
     seeds: tuple[int, ...] = ()
