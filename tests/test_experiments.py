@@ -3,13 +3,21 @@
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fastweights.records import read_rows
+from fastweights import cli
+from fastweights.models import FastWeightsConfig
+from fastweights.recipes.settings import Variant
+from fastweights.recipes.task_compare import plan_jobs
+from fastweights.recipes.task_rows import KEPT, ORIGIN
+from fastweights.recipes.task_settings import TaskCompareSettings
+from fastweights.recipes.train_settings import TrainingRun
+from fastweights.records import append_rows, read_rows
 
 ROOT = Path(__file__).parent.parent
 RUN = runpy.run_path(str(ROOT / "experiments" / "run.py"))
@@ -88,3 +96,82 @@ def test_chains_share_the_lanes_and_one_that_fails_ends_alone(tmp_path, monkeypa
     assert lab.together(chains, 2) == ["b"]
     assert began[:2] == ["a", "b"] and sorted(began) == ["a", "a, measured", "b", "c"]
     assert lab.place("a") == Path("runs/experiments/a_test/a")
+
+
+class Reader:
+    """A laboratory that reads commands as the command line does, up to where work would begin."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.calls = folder, []
+
+        def compare(settings: TaskCompareSettings) -> None:
+            self.calls.append((settings, plan_jobs(settings)))
+
+        def train(settings: TrainingRun) -> None:
+            self.calls.append((settings, FastWeightsConfig(**Variant.parse(settings.mixer).config(settings.model, vocab_size=258))))
+
+        monkeypatch.setitem(cli.ON_TASK, "compare", compare)
+        monkeypatch.setattr(cli, "train", train)
+
+    def fastweights(self, name, arguments):
+        assert cli.main([*shlex.split(arguments), "--out", str(self.folder / name)]) == 0
+
+    def together(self, chains, lanes):
+        """All of them are one command with other mixers and rates: reading the last one is enough."""
+        names = [name for chain in chains for name, _ in chain]
+        assert len(set(names)) == len(names)
+        self.fastweights(*chains[-1][-1])
+        return []
+
+
+def experiment_of(number):
+    return RUN["config"](next(folder for folder in FOLDERS if folder.name.startswith(number)))
+
+
+def finished(job):
+    """A row as a comparison leaves it."""
+    measured = []
+    for task in job.settings.evaluate:
+        strata = [(None, None), ("seen", 0), ("seen", 1), ("covered", 0), ("covered", 1)]
+        fixed = {"task": task.name, **task.parameters(), "chance": task.chance, "ceiling": task.ceiling}
+        share = 0.5 + 0.1 * job.seed
+        measured += [fixed | dict(stratum=s, value=v, asked=9, accuracy=share, low=share - 0.1, high=share + 0.1) for s, v in strata]
+    known = dict(label=job.label, learning_rate=job.learning_rate, seed=job.seed, train_accuracy=0.5, state_floats=64, diverged=False)
+    training = [[200, 2.0, 0.5, 1.0]]
+    return dict.fromkeys((*KEPT, *ORIGIN), 1) | known | {"run": job.key, "accuracy": measured, "training": training}
+
+
+@pytest.mark.parametrize("number", ["008", "009"])
+def test_comparisons_on_tasks_are_understood_and_a_part_of_them_can_be_shown(number, tmp_path, monkeypatch):
+    """An option that does not exist, or a page that only all rows together can fill, costs minutes of a card."""
+    experiment, lab = experiment_of(number), Reader(tmp_path, monkeypatch)
+    experiment["run"](lab)
+    assert experiment["rows"](tmp_path) == []
+    plans = [(settings, plan) for settings, plan in lab.calls if isinstance(settings, TaskCompareSettings)]
+    for settings, jobs in plans:
+        append_rows(settings.folder / "results.jsonl", [finished(job) for job in jobs])
+    rows = experiment["rows"](tmp_path)
+    assert len(rows) == sum(len(jobs) for _, jobs in plans)
+    assert {row["n"] for row in rows} == {9 * len(settings.preset.evaluate) for settings, _ in plans}
+    for part in (rows, rows[:1], rows[-1:], rows[len(rows) // 2 :]):
+        assert re.search(r"[567]0\.0", experiment["answer"](part)), "an accuracy"
+        assert experiment["table"](part).count("\n|") >= 2 and experiment["figure"](part).startswith("<svg")
+
+
+def test_a_training_that_a_number_stopped_is_a_row_of_the_ablations(tmp_path):
+    experiment = experiment_of("009")
+    origin = dict.fromkeys(ORIGIN, 1)
+    run = {"settings": {"train.learning_rate": 0.004}, "parameters": 5, "config": {"mixer": "kla", "num_hidden_layers": 1, "hidden_size": 8,
+           "num_heads": 1, "expand_k": 1.0, "expand_v": 2.0, "vocab_size": 9, "intermediate_size": 0}}  # fmt: skip
+    for name, session in (("kla", {}), ("no-key-norm", {"stopped": "step 61: the loss is nan; not finite: all. Checkpoints stay."})):
+        folder = tmp_path / f"text-{name}-0.004"
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps(run | {"sessions": [origin, origin | session]}))
+        append_rows(folder / "metrics.jsonl", [{"step": n, "loss": abs(n - 50) / 50, "grad_norm": n / 10} for n in range(5, 61, 5)])
+    (tmp_path / "text-kla-0.004/result.json").write_text(json.dumps({"validation": {"bits_per_byte": {"value": 2.0}, "tokens": 7}}))
+    kla, broken = rows = experiment["rows"](tmp_path)
+    assert kla["n"] == 7 and kla["diverged"] is None and broken["n"] == 0 and broken["diverged"] == "step 61: the loss is nan"
+    assert kla["state_floats"] == 8 * 16
+    assert experiment["answer"](rows) == "on text no-key-norm at 0.004 ended in a number that is not finite"
+    assert "| kla | 5 | 128 | 2.0000 | 5, 6 | 0.20 |" in experiment["table"](rows)
+    assert "| no-key-norm | 5 | 128 | not finite at step 61 | 5, 6 | 0.20 |" in experiment["table"](rows)

@@ -133,11 +133,11 @@ def _language(rows: list[Row]) -> dict[str, dict[float, Row]]:
 
 
 def answer(rows: list[Row]) -> str:
-    means = {NAMES[one["label"]]: mean_accuracy(one) for one in _standings(rows)}
     parts = []
-    if "kla" in means:
-        apart = [f"{name} {mean - means['kla']:+.1f}" for name, mean in means.items() if name != "kla"]
-        parts.append(f"mean accuracy of kla {means['kla']:.1f} %, and in points against it {', '.join(apart)}")
+    if means := [(NAMES[one["label"]], mean_accuracy(one)) for one in _standings(rows)]:
+        (name, first), *others = means  # kla's, if it has been run
+        parts.append(f"mean accuracy of {name} {first:.1f} %")
+        parts += [f"in points against that {', '.join(f'{name} {mean - first:+.1f}' for name, mean in others)}"] if others else []
     language = _language(rows)
     if language:
         ended = [f"{name} at {rate:g}" for name, runs in language.items() for rate, row in runs.items() if row["diverged"]]
@@ -175,7 +175,7 @@ def _language_table(rows: list[Row]) -> list[str]:
 
 def _of_run(row: Row) -> list[str]:
     late = [point for point in row["training"] if point[0] >= SETTLED]
-    bits = row["diverged"] or f"{row['bits_per_byte']['value']:.4f}"
+    bits = f"not finite at {row['diverged'].partition(':')[0]}" if row["diverged"] else f"{row['bits_per_byte']['value']:.4f}"
     if not late:
         return [bits, "", ""]
     norms, lowest, rise = [norm for *_, norm in late], late[0][1], 0.0
