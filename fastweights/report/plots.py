@@ -38,6 +38,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "fastweights",
 }
+SIZE = re.compile(r' (width|height)="([\d.]+)pt"')
+"""Of a figure, in its first tag."""
 
 
 class Curve(NamedTuple):
@@ -205,6 +207,18 @@ def bars(names: Sequence[str], values: Sequence[float], *, x_label: str, descrip
         axes.margins(x=0.08)
         axes.set_xlabel(x_label)
         return finish()
+
+
+def beside(figures: Sequence[Html], *, description: str) -> Html:
+    """Figures side by side as one, for a file that holds one."""
+    parts, left, highest = [], 0.0, 0.0
+    for figure in figures:
+        width, height = (float(points) for _, points in SIZE.findall(figure)[:2])
+        parts.append(SIZE.sub(r' \1="\2"', figure, count=2).replace("<svg", f'<svg x="{left:g}"', 1))
+        left, highest = left + width, max(highest, height)
+    size = f'width="{left:g}pt" height="{highest:g}pt" viewBox="0 0 {left:g} {highest:g}"'
+    head = f'<svg role="img" aria-label="{escape(description)}" xmlns="http://www.w3.org/2000/svg" {size}>'
+    return Html("\n".join([head, *parts, "</svg>"]))
 
 
 class _Export(NamedTuple):

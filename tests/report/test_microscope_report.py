@@ -1,11 +1,12 @@
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from fastweights.report import write_report
 from fastweights.report.microscope import COLUMNS, _named, layer_rows, number
-from fastweights.report.plots import Curve, Heat, bars, curves, exporting, heat_map
+from fastweights.report.plots import Curve, Heat, bars, beside, curves, exporting, heat_map
 from fastweights.report.terminal import microscope_tables
 from tests.report.conftest import look
 from tests.report.test_report import Reader
@@ -80,6 +81,16 @@ def test_figures_are_written_as_files(tmp_path):
     assert len(list((tmp_path / "figures").iterdir())) == 4
     with pytest.raises(ValueError, match="svg or png, not 'jpg'"), exporting(tmp_path, ("jpg",)):
         pass
+
+
+def test_figures_side_by_side_are_one():
+    words = {"x_label": "x", "y_label": "y"}
+    low, high = (curves([Curve("a", [0, 1], [1.0, 2.0])], **words, description=size, size=(4.0, float(size))) for size in ("2", "3"))
+    both = beside([low, high], description="a < b")
+    outer, *inner = ElementTree.fromstring(both).iter("{http://www.w3.org/2000/svg}svg")
+    assert (outer.get("width"), outer.get("height"), outer.get("viewBox")) == ("576pt", "216pt", "0 0 576 216")
+    assert [(svg.get("x"), svg.get("width"), svg.get("height")) for svg in inner] == [("0", "288", "144"), ("288", "288", "216")]
+    assert outer.get("aria-label") == "a < b" and [svg.get("aria-label") for svg in inner] == ["2", "3"]
 
 
 def test_heat_maps_are_drawn_as_given():

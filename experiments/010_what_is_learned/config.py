@@ -1,0 +1,233 @@
+"""What the models of experiment 007 have learned: gates, CCQ's strength and what it removes, and where the keys of needles lie."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fastweights.records import read_rows
+from fastweights.report.plots import Curve, beside, curves
+from fastweights.train.documents import SourceFile, read_documents
+
+QUESTION = "What do η, the decays and λ learn, layer by layer, and do needle keys avoid the directions that CCQ removes?"
+TRAINED = "007_language_25m"
+WITH_CCQ = [("gdn+ccq", 0), ("gdn+ccq", 1), ("kla+ccq", 0), ("gla+ccq", 0), ("gdn+ccq-learned", 0), ("kla+ccq-learned", 0)]
+MODELS = [*WITH_CCQ, ("gdn", 0), ("kla", 0)]
+"""(label, seed) of 007's trainings. The second seed says what is chance, the raw twins what is there without CCQ."""
+DATA = "FASTWEIGHTS_DATA"
+PROMPTS, TOP = 32, 4
+LENGTH = 1024
+"""Tokens of a prompt."""
+LOOKS = {
+    "prose": f"--needle s_niah --needle-prompts {PROMPTS} --needle-length {LENGTH} --top {TOP}",
+    "code": f"--tokens {2 * LENGTH} --top {TOP}",
+}
+"""By text: the first prompt is the prose in which gates are looked at."""
+ESSAYS, CODE = 200_000, 20_000
+"""Characters: of the haystack, and at least of the file of code."""
+LANES = 8
+"""Most of a look is loading: they share the card."""
+QUANTITIES = ("beta", "forgotten", "lambda", "lambda_trace", "removed", "removed_top", "query_top", "residual_share")
+ORIGIN = ("command", "commit", "device", "versions", "time")
+Row = dict[str, Any]
+Layers = list[Row]
+
+
+def run(lab: Any) -> None:
+    folder, here = lab.folder.parent / TRAINED, lab.place("")
+    missing = [_name(*model) for model in MODELS if not (folder / _name(*model) / "model").is_dir()]
+    if missing:
+        print(f"Not looked at: {', '.join(missing)}. `python experiments/run.py {TRAINED[:3]}` trains them.", flush=True)
+    if len(missing) == len(MODELS):
+        raise SystemExit(f"there is no model in {here.parent / TRAINED}")
+    _write_texts(lab.folder)
+    looks = []
+    for label, seed in MODELS:
+        name = _name(label, seed)
+        for text, settings in LOOKS.items():
+            if name not in missing and not (lab.folder / f"{name}-{text}" / "results.json").exists():
+                model = here.parent / TRAINED / name / "model"
+                looks.append([(f"{name}-{text}", f"inspect {model} {here / text}.txt {settings}")])
+    failed = lab.together(looks, LANES)
+    if failed:
+        raise SystemExit(f"not done: {', '.join(failed)}")
+
+
+def _name(label: str, seed: int) -> str:
+    return f"{label}-seed{seed}"
+
+
+def _write_texts(folder: Path) -> None:
+    """The essays in which RULER hides needles, and a file of Python that no model was trained on."""
+    if DATA not in os.environ:
+        raise SystemExit(f"{DATA} does not name the folder of the texts that docs/evaluation.md lists")
+    data = Path(os.environ[DATA])
+    code = data / "corpus" / "python" / "test.parquet"
+    texts = {
+        "prose": json.loads((data / "eval" / "essays.json").read_text(encoding="utf-8"))["text"][:ESSAYS],
+        "code": next(one.text.decode() for one in read_documents(SourceFile(code, code.name)) if len(one.text) > CODE),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def rows(folder: Path) -> list[Row]:
+    """A row a model, text and layer of what the gates do, numbers a head; and a row a model and layer of its needles."""
+    kept = []
+    for label, seed in MODELS:
+        for text in LOOKS:
+            look = folder / f"{_name(label, seed)}-{text}"
+            if (look / "results.json").exists():
+                results = json.loads((look / "results.json").read_text(encoding="utf-8"))
+                origin = {"label": label, "seed": seed, "text": text} | {name: results[name] for name in ORIGIN}
+                kept += [_gates(look, layer, results) | origin for layer in results["view"]["layers"]]
+                kept += [_needle(layer) | origin for layer in results["view"]["layers"] if layer["needle"]]
+    return kept
+
+
+def _gates(look: Path, layer: Row, results: Row) -> Row:
+    """Of a layer: by quantity, mean and percentiles over tokens, each a number a head."""
+    found = [row for row in read_rows(look / "rows.jsonl") if row["layer"] == layer["layer"] and row["quantity"] in QUANTITIES]
+    heads: dict[str, dict[str, list[float]]] = {}
+    for row in sorted(found, key=lambda row: row["head"]):
+        for name in ("mean", "p10", "p50", "p90"):
+            heads.setdefault(row["quantity"], {}).setdefault(name, []).append(_short(row[name]))
+    return {"kind": "gates", "layer": layer["layer"], "n": results["tokens"], "heads": heads}
+
+
+def _needle(layer: Row) -> Row:
+    """Of a layer: by quantity, means over prompts, a number a head, and how sure differences are."""
+    needle = layer["needle"]
+    found = {name: _short(needle[name]) for name in needle if name not in ("prompts", "tokens")}
+    return {"kind": "needle", "layer": layer["layer"], "n": needle["prompts"], "tokens": needle["tokens"], **found}
+
+
+def _short(x: Any) -> Any:
+    """Four digits are enough."""
+    if isinstance(x, dict):
+        return {name: _short(part) for name, part in x.items()}
+    return [_short(part) for part in x] if isinstance(x, list) else x if x is None else float(f"{x:.4g}")
+
+
+def _models(rows: list[Row], kind: str, text: str) -> Iterator[tuple[str, Layers]]:
+    """Name and layers of each model that has rows of a kind; the seed is named where it is not 0."""
+    for label, seed in MODELS:
+        found = [row for row in rows if (row["kind"], row["text"], row["label"], row["seed"]) == (kind, text, label, seed)]
+        if found:
+            yield label if seed == 0 else f"{label}, seed {seed}", sorted(found, key=lambda row: row["layer"])
+
+
+def answer(rows: list[Row]) -> str:
+    layers = [row for row in rows if row["kind"] == "needle"]
+    removed = [_mean(row["heads"]["removed"]["mean"]) for row in rows if row["kind"] == "gates" and "removed" in row["heads"]]
+    apart = [row["difference"]["projection"] for row in layers]
+    less = sum(_below(one["haystack"]["mean"]) for one in apart)
+    more = sum(one["haystack"]["mean"]["low"] > 0 for one in apart)
+    passage = sum(_below(one["passage"]["mean"]) for one in apart)
+    words = (
+        f"needle keys lie less on the {TOP} largest key directions than the keys around them in {less} of {len(layers)} layers of trained "
+        f"models, more in {more}, less than an ordinary passage in {passage} (95 % intervals over {PROMPTS} prompts that leave out 0)"
+    )
+    return words + (f"; CCQ takes {100 * min(removed):.1f} to {100 * max(removed):.1f} % of the query" if removed else "")
+
+
+def _below(estimate: Row) -> bool:
+    return estimate["high"] < 0
+
+
+def _mean(heads: list[float]) -> float:
+    return sum(heads) / len(heads)
+
+
+def table(rows: list[Row]) -> str:
+    count = 1 + max(row["layer"] for row in rows)
+    lines = [f"| | model | {' | '.join(f'layer {n}' for n in range(count))} |", "|---" * (count + 2) + "|"]
+    cells: list[tuple[str, str, str, Callable[[Row], str]]] = [
+        ("needle − haystack, ‰", "needle", "prose", _apart),
+        ("query kept, needle − haystack, ‰", "needle", "prose", _kept),
+        ("memory lasts, tokens", "gates", "prose", _lasts),
+        ("memory lasts, code", "gates", "code", _lasts),
+        ("β or η", "gates", "prose", _beta),
+        ("λ, λ·tr Σ", "gates", "prose", _lambda),
+        ("removed, %", "gates", "prose", _removed),
+        ("removed, code", "gates", "code", _removed),
+    ]
+    for name, kind, text, cell in cells:
+        for model, layers in _models(rows, kind, text):
+            found = [cell(row) for row in layers]
+            lines += [f"| {name} | {model} | {' | '.join(found)} |"] if any(found) else []
+    note = (
+        f"Prose and needles: essays, {LENGTH:,} tokens; code: {2 * LENGTH:,}. First, the share of a key's squared length on the {TOP} "
+        "largest directions of Σ, needle keys less haystack keys, in thousandths, mean over heads, ± half of the 95 % interval over "
+        "prompts; in brackets, in how many prompts the needle has less than an ordinary passage as long. Then how much more of the "
+        "asking query's scores with needle keys than with haystack keys the read keeps. How long a memory lasts is 1 over the mean of "
+        "−log a: the median head of the shorter-lived half of the heads / of the longer-lived; β of the same halves, means. λ and λ·tr Σ, "
+        "means. Removed: ‖λΣq‖/‖q‖; in brackets which percent of the squared length of that, and of the query, lies on those "
+        f"{TOP} directions."
+    )
+    return "\n".join([*lines, "", note, ""])
+
+
+def _apart(row: Row) -> str:
+    found = row["difference"]["projection"]
+    return f"{_thousandths(found['haystack']['mean'])} ({100 * found['passage']['below']:.0f} %)"
+
+
+def _kept(row: Row) -> str:
+    found = row["difference"].get("survives_query")
+    return _thousandths(found["haystack"]["mean"]) if found else ""
+
+
+def _thousandths(estimate: Row) -> str:
+    return f"{1000 * estimate['value']:+.0f} ± {500 * (estimate['high'] - estimate['low']):.0f}"
+
+
+def _halves(row: Row, name: str) -> list[list[float]]:
+    """Means over tokens of a quantity, of the shorter-lived half of the heads and of the longer-lived."""
+    order = sorted(range(len(row["heads"]["forgotten"]["mean"])), key=lambda head: -row["heads"]["forgotten"]["mean"][head])
+    values = [row["heads"][name]["mean"][head] for head in order]
+    return [values[: len(values) // 2], values[len(values) // 2 :]]
+
+
+def _lasts(row: Row) -> str:
+    return " / ".join(f"{1 / half[len(half) // 2]:,.3g}" for half in _halves(row, "forgotten"))
+
+
+def _beta(row: Row) -> str:
+    return " / ".join(f"{_mean(half):.2f}" for half in _halves(row, "beta")) if "beta" in row["heads"] else ""
+
+
+def _lambda(row: Row) -> str:
+    return ", ".join(f"{_mean(row['heads'][name]['mean']):.2f}" for name in ("lambda", "lambda_trace")) if "lambda" in row["heads"] else ""
+
+
+def _removed(row: Row) -> str:
+    if "removed" not in row["heads"]:
+        return ""
+    share, of_removed, of_query = (100 * _mean(row["heads"][name]["mean"]) for name in ("removed", "removed_top", "query_top"))
+    return f"{share:.1f} ({of_removed:.0f}, {of_query:.0f})"
+
+
+def figure(rows: list[Row]) -> str:
+    apart, removed = [], []
+    for name, layers in _models(rows, "needle", "prose"):
+        found = [row["difference"]["projection"]["haystack"]["mean"] for row in layers]
+        x = [row["layer"] for row in layers]
+        apart.append(Curve(name, x, *([one[end] for one in found] for end in ("value", "low", "high"))))
+    for name, layers in _models(rows, "gates", "prose"):
+        if "removed" in layers[0]["heads"]:
+            shares = [100 * _mean(row["heads"]["removed"]["mean"]) for row in layers]
+            removed.append(Curve(name, [row["layer"] for row in layers], shares))
+    names: dict[str, Any] = {"x_label": "layer", "markers": True, "integers": True}
+    needle = f"needle − haystack on {TOP} key directions"
+    figures = [
+        curves(apart, **names, y_label=needle, zero=True, description="Where needle keys lie, by layer, a line a model."),
+        curves(removed, **names, y_label="removed from the query, %", description="What CCQ removes, by layer, a line a model."),
+    ]
+    return str(
+        beside(figures, description="Needle keys against haystack keys, and what CCQ removes of the query, by layer, a line a model.")
+    )
