@@ -223,11 +223,13 @@ def figure(rows: list[Row]) -> str:
             shares = [100 * _mean(row["heads"]["removed"]["mean"]) for row in layers]
             removed.append(Curve(name, [row["layer"] for row in layers], shares))
     names: dict[str, Any] = {"x_label": "layer", "markers": True, "integers": True}
-    needle = f"needle − haystack on {TOP} key directions"
-    figures = [
-        curves(apart, **names, y_label=needle, zero=True, description="Where needle keys lie, by layer, a line a model."),
-        curves(removed, **names, y_label="removed from the query, %", description="What CCQ removes, by layer, a line a model."),
-    ]
+    figures = []
+    if apart:
+        needle = f"needle − haystack on {TOP} key directions"
+        figures.append(curves(apart, **names, y_label=needle, zero=True, description="Where needle keys lie, by layer, a line a model."))
+    if removed:
+        taken = "removed from the query, %"
+        figures.append(curves(removed, **names, y_label=taken, description="What CCQ removes, by layer, a line a model."))
     return str(
         beside(figures, description="Needle keys against haystack keys, and what CCQ removes of the query, by layer, a line a model.")
     )
