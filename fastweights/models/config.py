@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar
@@ -176,9 +177,10 @@ class FastWeightsConfig(PreTrainedConfig):
             value, wanted = getattr(self, name), annotation.split(" | ")
             if not any(_is_a(value, kind) for kind in wanted):
                 raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS[kind][1] for kind in wanted)}")
-        for name in ("hidden_size", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not positive")
+        for name in ("hidden_size", "num_heads", "num_value_heads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is not positive")
 
     def _build_each_mixer(self) -> None:
         """A configuration is possible if its layers can be built, so they are, once, without memory."""
@@ -236,7 +238,7 @@ def _is_a(value: object, kind: str) -> bool:
 
 def _head_size(name: str, expand: float, hidden_size: int, heads: int) -> int:
     size = expand * hidden_size / heads
-    if round(size) < 1 or abs(size - round(size)) > 1e-6:
+    if not math.isfinite(size) or round(size) < 1 or abs(size - round(size)) > 1e-6:
         where = f"{name}={expand} · hidden_size={hidden_size} / {heads} heads"
         raise ValueError(f"{where} = {size:g} is not a head size; it must be a positive integer")
     return round(size)

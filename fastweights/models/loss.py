@@ -37,7 +37,7 @@ def next_token_targets(
     There is none at the end of a row or a document, and none from or to a masked token: padding predicts nothing and is not predicted.
     """
     targets = F.pad(labels.long(), (0, 1), value=IGNORE)[:, 1:]  # of no tokens none
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and labels.shape[1]:
         end = (cu_seqlens[1:].long() - 1) % labels.shape[1]  # of an empty document in front it is −1, which wraps to the row's end
         last = torch.zeros_like(targets, dtype=torch.bool).index_fill(1, end, True)
         targets = targets.masked_fill(last, IGNORE)

@@ -23,7 +23,7 @@ class Variant(NamedTuple):
         """`kla+ccq`; `kla+ccq:ccq_strength=learned:eta_max=2` with options; `kla+ccq,softmax` repeated over the layers.
 
         Raises:
-            ValueError: an option without a value.
+            ValueError: an option without a value, or with two.
         """
         mixers, *settings = label.split(":")
         options = {}
@@ -31,6 +31,8 @@ class Variant(NamedTuple):
             name, equals, value = setting.partition("=")
             if not (name and equals and value):
                 raise ValueError(f"{setting!r} in {label!r} is not an option of the form name=value")
+            if name in options:
+                raise ValueError(f"{label!r} gives {name} twice")
             options[name] = _literal(value)
         return cls(label, tuple(mixers.split(",")), options)
 
@@ -39,9 +41,18 @@ class Variant(NamedTuple):
         return self.pattern[0] if len(self.pattern) == 1 else [self.pattern[i % len(self.pattern)] for i in range(layers)]
 
     def config(self, size: ModelSize, **more: Any) -> dict[str, Any]:
-        """Arguments of a `FastWeightsConfig` of this size. Options may be of the shape, too: `kla:expand_v=4`."""
+        """Arguments of a `FastWeightsConfig` of this size. Options may be of the shape, too: `kla:expand_v=4`.
+
+        Raises:
+            ValueError: an option that would replace the mixer or one of ``more``, which come with the text or task.
+        """
+        if fixed := [name for name in self.options if name in ("mixer", *more)]:
+            raise ValueError(f"{self.label!r} cannot set {', '.join(fixed)}: the name is the mixer, and the rest comes with what is read")
         shape = dataclasses.asdict(size) | more | self.options
-        return {"mixer": self.mixer(shape["num_hidden_layers"]), **shape}
+        layers = shape["num_hidden_layers"]
+        if not isinstance(layers, int):
+            raise ValueError(f"num_hidden_layers={layers!r} in {self.label!r} is not a whole number")
+        return {"mixer": self.mixer(layers), **shape}
 
 
 @dataclass(kw_only=True, frozen=True)

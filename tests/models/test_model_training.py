@@ -49,6 +49,7 @@ def test_the_loss_is_transformers_loss_where_nothing_is_padded():
     nothing = model(ids, labels=torch.full_like(ids, IGNORE)).loss
     assert nothing == 0 and not any(g.any() for g in gradients(model, nothing).values())
     assert model(ids[:, :0], labels=ids[:, :0]).loss == 0
+    assert model(ids[:1, :0], labels=ids[:1, :0], cu_seqlens=torch.tensor([0, 0])).loss == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1024])

@@ -14,9 +14,18 @@ def test_a_variant_is_a_mixer_a_pattern_and_options():
     for bad in ("kla:eta_max", "kla:=2", "kla:eta_max=", "kla:"):
         with pytest.raises(ValueError, match="is not an option of the form name=value"):
             Variant.parse(bad)
+    with pytest.raises(ValueError, match="gives eta_max twice"):
+        Variant.parse("kla:eta_max=2:expand_v=4:eta_max=1")
     wide = Variant.parse("kla,softmax:eta_max=2:expand_v=4:num_hidden_layers=3").config(SIZES["5m"], vocab_size=258)
     assert (wide["expand_v"], wide["expand_k"], wide["eta_max"], wide["vocab_size"]) == (4, SIZES["5m"].expand_k, 2, 258)
     assert wide["mixer"] == ["kla", "softmax", "kla"] and wide["num_hidden_layers"] == 3
+    for bad, message in [
+        ("kla:mixer=gla", "cannot set mixer"),
+        ("kla:vocab_size=9:bos_token_id=1", "cannot set vocab_size, bos_token_id"),
+        ("kla,gla:num_hidden_layers=many", "num_hidden_layers='many' in 'kla,gla:num_hidden_layers=many' is not a whole number"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Variant.parse(bad).config(SIZES["5m"], vocab_size=258, bos_token_id=0)
 
 
 def test_changes_replace_what_they_name():

@@ -160,7 +160,6 @@ def test_a_finished_run_is_only_told_of_and_other_measurements_only_measure(smal
     assert (tmp_path / "run/model/model.safetensors").stat().st_mtime_ns == written
 
 
-@pytest.mark.full
 def test_a_run_that_a_number_stopped_says_so(small, tmp_path, monkeypatch):
     def train(*arguments, **options):
         raise FloatingPointError("step 3: the loss is nan.\nThe text of the step:\na text")
@@ -172,6 +171,7 @@ def test_a_run_that_a_number_stopped_says_so(small, tmp_path, monkeypatch):
     assert session["stopped"] == "step 3: the loss is nan." and session["commit"]
 
 
+@pytest.mark.full
 def test_a_folder_of_other_settings_is_refused_by_name_and_restart_removes_it(small, tmp_path, text):
     run(small())
     (tmp_path / "run/notes.txt").write_text("mine")
