@@ -13,6 +13,8 @@ QUESTION = "How much does each mixer recall for its state (MQAR by Zoology's def
 MIXERS = ("gated_deltanet", "gated_deltanet+ccq", "kla", "kla+ccq", "deltanet", "deltanet+ccq", "gla", "gla+ccq", "mamba2", "softmax")
 WIDTHS = (64, 128)
 SEEDS = (0, 1, 2)
+RUNS = len(WIDTHS) * len(MIXERS) * (4 + len(SEEDS) - 1)
+"""With all of them done: four rates on the first seed, and the best on the others."""
 MINUTES = 20
 """Of one call, a width; another call goes on."""
 PRECISION = "bf16"
@@ -50,7 +52,8 @@ def answer(rows: list[Row]) -> str:
         ordered = sorted(_standings(rows, width), key=mean_accuracy, reverse=True)
         found = [f"{standing['label']} {mean_accuracy(standing):.0f} %" for standing in ordered]
         parts.append(f"d {width}: {', '.join(found)}")
-    return f"mean accuracy over (64, 4) … (1,024, 256), each mixer at the best of four rates; {'; '.join(parts)}"
+    so_far = "" if len(rows) == RUNS else f" (so far {len(rows)} of {RUNS} runs)"
+    return f"mean accuracy over (64, 4) … (1,024, 256), each mixer at the best of four rates{so_far}; {'; '.join(parts)}"
 
 
 def table(rows: list[Row]) -> str:
