@@ -107,14 +107,14 @@ def examples(settings: TaskSettings, state: Mapping[str, Any], start: int, proce
 def shared(settings: TaskSettings, state: Mapping[str, Any], start: int, processes: int = 0) -> Iterator[Drawn]:
     """`examples`, drawn once for all trainings of this process that begin at the same place together and go on in turn: models that
     differ in mixer or learning rate see the same batches. Kept are those between the slowest reader and the fastest."""
-    key = repr((settings.train, settings.batch_size, settings.steps, dict(state), start, processes))
-    if key not in _begun:
-        _begun[key] = object(), tee(examples(settings, state, start, processes), 1)[0]
-    which, mine = _begun[key][0], copy(_begun[key][1])  # to hold the first batch is to hold all that come after it
+    key, begun = repr((settings.train, settings.batch_size, settings.steps, dict(state), start, processes)), _begun
+    if key not in begun:
+        begun[key] = object(), tee(examples(settings, state, start, processes), 1)[0]
+    which, mine = begun[key][0], copy(begun[key][1])  # to hold the first batch is to hold all that come after it
 
     def close() -> None:
-        if key in _begun and _begun[key][0] is which:
-            del _begun[key]
+        if key in begun and begun[key][0] is which:  # not by the module's name, which is gone where the interpreter ends meanwhile
+            del begun[key]
 
     try:
         for read, drawn in enumerate(mine):

@@ -201,6 +201,11 @@ def test_trainings_that_begin_together_read_one_stream(monkeypatch):
     for stream in (other, elsewhere, late):
         stream.close()
     assert not alive and not task_examples._begun
+    last, begun = shared(settings, start, 1), task_examples._begun
+    next(last)
+    monkeypatch.setattr(task_examples, "_begun", None)  # as where the interpreter ends
+    last.close()
+    assert not alive and not begun
 
 
 @pytest.mark.full
