@@ -28,7 +28,8 @@ class TrainingRun:
     preset: str = "none"
     """Where all settings that are not given come from; the names are above."""
     mixer: str = "kla+ccq"
-    """`write[+read]` or `softmax`. `kla+ccq:ccq_strength=learned` sets an option, `kla+ccq,softmax` alternates layers."""
+    """`write[+read]` or `softmax`. `kla+ccq:ccq_strength=learned` sets an option, `kla+ccq,softmax` alternates layers. An
+    option of the shape, `kla:expand_v=4`, goes before the flag of its name."""
     model: ModelSize = field(default_factory=lambda: SIZES["5m"])
     init_from: str = ""
     """Fine-tune: folder or hub's name of a model of ours to start from. Mixer, shape and tokenizer are then its own."""
