@@ -227,7 +227,7 @@ class PackedTrainer(transformers.Trainer):
             text = "\n".join(self._used)
         else:
             text = "\n".join(self.batches.describe(batch) for batch in range(step * pieces, (step + 1) * pieces))
-        return f"step {step + 1}: {why}. Checkpoints in {self.args.output_dir} stay. The text of the step:\n{text}"
+        return f"step {step + 1}: {why}.\nCheckpoints in {self.args.output_dir} stay. The text of the step:\n{text}"
 
     def log(self, logs: Logs, start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(run, llama):
         models.append(model)
         model.lm_head.weight.register_hook(lambda gradient: gradient / 0.0)
 
-    with pytest.raises(FloatingPointError, match=r"step 1: the loss is 5\.\d+; not finite: gradient of lm_head\.weight\."):
+    with pytest.raises(FloatingPointError, match=r"step 1: the loss is 5\.\d+; not finite: gradient of lm_head\.weight\.\n"):
         run(prepare=poison)
     for (name, a), (_, b) in zip(models[0].named_parameters(), llama().named_parameters(), strict=True):
         assert torch.equal(a, b), name
