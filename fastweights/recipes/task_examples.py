@@ -26,7 +26,7 @@ AHEAD = 8
 """Batches that each process draws before they are asked for."""
 TOGETHER = 64
 """Batches of a stream after which no other training joins it."""
-_begun: dict[str, tuple[object, Iterator[Drawn]]] = {}
+_begun: dict[str, tuple[object, Iterator[Drawn | Exception]]] = {}
 """The streams that may be joined: which one it is, and the stream at its first batch."""
 
 
@@ -109,7 +109,7 @@ def shared(settings: TaskSettings, state: Mapping[str, Any], start: int, process
     differ in mixer or learning rate see the same batches. Kept are those between the slowest reader and the fastest."""
     key, begun = repr((settings.train, settings.batch_size, settings.steps, dict(state), start, processes)), _begun
     if key not in begun:
-        begun[key] = object(), tee(examples(settings, state, start, processes), 1)[0]
+        begun[key] = object(), tee(_or_why_not(examples(settings, state, start, processes)), 1)[0]
     which, mine = begun[key][0], copy(begun[key][1])  # to hold the first batch is to hold all that come after it
 
     def close() -> None:
@@ -120,9 +120,19 @@ def shared(settings: TaskSettings, state: Mapping[str, Any], start: int, process
         for read, drawn in enumerate(mine):
             if read == TOGETHER:
                 close()
+            if isinstance(drawn, Exception):
+                raise drawn
             yield drawn
     finally:
         close()
+
+
+def _or_why_not(stream: Iterator[Drawn]) -> Iterator[Drawn | Exception]:
+    """What ends a stream early reaches every reader, not the first alone."""
+    try:
+        yield from stream
+    except Exception as failure:
+        yield failure
 
 
 class _Counting(np.random.PCG64):

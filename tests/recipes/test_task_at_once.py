@@ -208,6 +208,19 @@ def test_trainings_that_begin_together_read_one_stream(monkeypatch):
     assert not alive and not begun
 
 
+def test_a_stream_that_breaks_off_says_why_to_every_reader(monkeypatch):
+    def broken(*given):
+        yield from list(examples(*given))[:2]
+        raise RuntimeError("the process that drew is gone")
+
+    monkeypatch.setattr(task_examples, "examples", broken)
+    readers = [shared(SMALL, generator(5).bit_generator.state, 1) for _ in range(2)]
+    assert [len([next(reader) for reader in readers]) for _ in range(2)] == [2, 2]
+    for reader in readers:
+        with pytest.raises(RuntimeError, match="drew is gone"):
+            next(reader)
+
+
 @pytest.mark.full
 def test_examples_are_drawn_ahead_by_other_processes(job):
     alone, ahead = job(), job(drawers=2, label="kla")
