@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 OLDEST := .venv-oldest
 TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: env demo test test-full test-oldest test-gpu test-gpu-memcheck lint clean
+.PHONY: env demo lint style types test test-compile test-full test-oldest test-gpu test-gpu-memcheck clean
 
 env: $(STAMP)
 
@@ -20,14 +20,22 @@ $(STAMP): pyproject.toml constraints.txt
 demo: env
 	$(BIN)/fastweights demo
 
-lint: env
+lint: style types
+
+style: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+types: env
+	$(BIN)/mypy
+
+# The last two take a core each: on a fresh clone the types a minute and more.
+test: style
 	$(TESTS) -m "not full and not gpu and not compile"
+	$(MAKE) --no-print-directory -O -j2 types test-compile
+
+test-compile: env
 	FASTWEIGHTS_SHAPE_CHECKS=0 $(TESTS) -n 0 -m "compile and not full and not gpu"
 
 test-full: env
