@@ -31,7 +31,15 @@ from fastweights.notation import CCQState, MemoryState
 
 FORMAT = "fastweights snapshot"
 FORMAT_VERSION = "1"
-NOT_THE_MODEL = ("attribute_map", "keys_to_ignore_at_inference", "initializer_range", "backend", "use_cache", "format_version")
+NOT_THE_MODEL = (
+    "attribute_map",
+    "keys_to_ignore_at_inference",
+    "initializer_range",
+    "out_proj_init",
+    "backend",
+    "use_cache",
+    "format_version",
+)
 """Annotations of the configuration that change nothing about what a state means; nor does one that ends in ``_token_id``."""
 
 

@@ -32,5 +32,5 @@ def positions(x: Hidden, place: Int[Tensor, " R"] | None, cu_seqlens: CuSeqlens 
     if cu_seqlens is None:
         return place.unsqueeze(1) + token, place + T
     bounds = cu_seqlens.to(torch.int64)
-    row = torch.searchsorted(bounds[1:], token, right=True)
+    row = torch.searchsorted(bounds, token, right=True) - 1  # not in bounds[1:]: torch 2.11 cannot compile a search in a slice for a GPU
     return (token - bounds[row] + place[row]).unsqueeze(0), place + bounds.diff()

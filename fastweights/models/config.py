@@ -110,6 +110,9 @@ class FastWeightsConfig(PreTrainedConfig):
     """The output projection is the embedding."""
     initializer_range: float = 0.02
     """Standard deviation of embeddings and projections at the start; 1/√(2·layers) of it for the last projection of each SwiGLU."""
+    out_proj_init: float = 1.0
+    """How large the last projection of each mixer starts, relative to ``initializer_range``. 1, as KLA's code has it, lets the mixers drown
+    the embedding at first: experiments/011_first_steps has what smaller ones gain."""
     use_cache: bool = True
     """Return the cache outside training."""
     backend: str = "auto"
@@ -177,6 +180,8 @@ class FastWeightsConfig(PreTrainedConfig):
             value, wanted = getattr(self, name), annotation.split(" | ")
             if not any(_is_a(value, kind) for kind in wanted):
                 raise ValueError(f"{name}={value!r} is not {' or '.join(KINDS[kind][1] for kind in wanted)}")
+        if self.out_proj_init < 0:
+            raise ValueError(f"out_proj_init={self.out_proj_init} is negative; 0 starts the projection at zero")
         for name in ("hidden_size", "num_heads", "num_value_heads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.utils import can_return_tuple
 
-from fastweights.layers import RMSNorm, SwiGLU
+from fastweights.layers import FastWeightAttention, RMSNorm, SoftmaxAttention, SwiGLU
 from fastweights.models.cache import FastWeightsCache, LayerState
 from fastweights.models.config import FastWeightsConfig
 from fastweights.models.loss import IGNORE, loss_and_gradients, losses_of_logits, next_token_targets, summed_losses, token_losses
@@ -77,6 +77,9 @@ class FastWeightsPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, SwiGLU):
             nn.init.normal_(module.down_proj.weight, std=self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers))
+        elif isinstance(module, (FastWeightAttention, SoftmaxAttention)):
+            if self.config.out_proj_init != 1:
+                nn.init.normal_(module.out_proj.weight, std=self.config.initializer_range * self.config.out_proj_init)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
             reset()  # may write without `torch.nn.init`

@@ -128,6 +128,7 @@ FIELDS = {
     "window_size": (3, {"mixer": "softmax"}),
     "tie_word_embeddings": (False, {}),
     "initializer_range": (0.1, {}),
+    "out_proj_init": (0.1, {}),
     "use_cache": (False, {}),
     "pad_token_id": (1, {}),
     "bos_token_id": (1, {}),

@@ -106,20 +106,28 @@ def test_from_the_meta_device(kind):
 
 
 def test_first_weights():
-    model = FastWeightsForCausalLM(
-        tiny_config(hidden_size=64, intermediate_size=256, num_hidden_layers=8, initializer_range=0.02, vocab_size=500)
-    )
+    for mixer in ("kla+ccq", "softmax"):
+        check_first_weights(mixer, 0.02)
+        check_first_weights(mixer, 0.002, out_proj_init=0.1)
+        assert not tiny_model(mixer=mixer, out_proj_init=0.0).model.layers[0].mixer.out_proj.weight.any()
+
+
+def check_first_weights(mixer: str, last: float, **options) -> None:
+    shape = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=8, vocab_size=500)
+    model = FastWeightsForCausalLM(tiny_config(mixer=mixer, initializer_range=0.02, **shape, **options))
     block = model.model.layers[3]
     for weight, std in (
         (model.model.embed_tokens.weight, 0.02),
         (block.mixer.qkv_proj.weight, 0.02),
+        (block.mixer.out_proj.weight, last),
         (block.mlp.up_proj.weight, 0.02),
         (block.mlp.down_proj.weight, 0.02 / 4),
     ):
         assert abs(weight.std() / std - 1) < 0.05 and abs(weight.mean()) < 0.1 * std
-    decay = block.mixer.write.decay
-    assert decay.A_log.exp().max() <= 16 and not block.mixer.write.eta_proj.bias.any()
-    assert not block.mixer.read.lambda_weight.any() and block.mixer.read.lambda_bias.sigmoid().allclose(torch.tensor(0.5))
+    if mixer != "softmax":
+        decay = block.mixer.write.decay
+        assert decay.A_log.exp().max() <= 16 and not block.mixer.write.eta_proj.bias.any()
+        assert not block.mixer.read.lambda_weight.any() and block.mixer.read.lambda_bias.sigmoid().allclose(torch.tensor(0.5))
 
 
 def test_missing_weights_are_initialised_and_the_others_are_left_alone(tmp_path):
