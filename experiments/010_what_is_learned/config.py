@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastweights.records import read_rows
 from fastweights.report.plots import Curve, beside, curves
 from fastweights.train.documents import SourceFile, read_documents
 
@@ -84,18 +83,14 @@ def rows(folder: Path) -> list[Row]:
             if (look / "results.json").exists():
                 results = json.loads((look / "results.json").read_text(encoding="utf-8"))
                 origin = {"label": label, "seed": seed, "text": text} | {name: results[name] for name in ORIGIN}
-                kept += [_gates(look, layer, results) | origin for layer in results["view"]["layers"]]
+                kept += [_gates(layer, results) | origin for layer in results["view"]["layers"]]
                 kept += [_needle(layer) | origin for layer in results["view"]["layers"] if layer["needle"]]
     return kept
 
 
-def _gates(look: Path, layer: Row, results: Row) -> Row:
-    """Of a layer: by quantity, mean and percentiles over tokens, each a number a head."""
-    found = [row for row in read_rows(look / "rows.jsonl") if row["layer"] == layer["layer"] and row["quantity"] in QUANTITIES]
-    heads: dict[str, dict[str, list[float]]] = {}
-    for row in sorted(found, key=lambda row: row["head"]):
-        for name in ("mean", "p10", "p50", "p90"):
-            heads.setdefault(row["quantity"], {}).setdefault(name, []).append(_short(row[name]))
+def _gates(layer: Row, results: Row) -> Row:
+    """Of a layer: by quantity, means over tokens, a number a head."""
+    heads = {name: _short(layer["tokens"][name]["heads"]) for name in QUANTITIES if name in layer["tokens"]}
     return {"kind": "gates", "layer": layer["layer"], "n": results["tokens"], "heads": heads}
 
 
@@ -123,7 +118,7 @@ def _models(rows: list[Row], kind: str, text: str) -> Iterator[tuple[str, Layers
 
 def answer(rows: list[Row]) -> str:
     layers = [row for row in rows if row["kind"] == "needle"]
-    removed = [_mean(row["heads"]["removed"]["mean"]) for row in rows if row["kind"] == "gates" and "removed" in row["heads"]]
+    removed = [_mean(row["heads"]["removed"]) for row in rows if row["kind"] == "gates" and "removed" in row["heads"]]
     apart = [row["difference"]["projection"] for row in layers]
     less = sum(_below(one["haystack"]["mean"]) for one in apart)
     more = sum(one["haystack"]["mean"]["low"] > 0 for one in apart)
@@ -188,8 +183,8 @@ def _thousandths(estimate: Row) -> str:
 
 def _halves(row: Row, name: str) -> list[list[float]]:
     """Means over tokens of a quantity, of the shorter-lived half of the heads and of the longer-lived."""
-    order = sorted(range(len(row["heads"]["forgotten"]["mean"])), key=lambda head: -row["heads"]["forgotten"]["mean"][head])
-    values = [row["heads"][name]["mean"][head] for head in order]
+    order = sorted(range(len(row["heads"]["forgotten"])), key=lambda head: -row["heads"]["forgotten"][head])
+    values = [row["heads"][name][head] for head in order]
     return [values[: len(values) // 2], values[len(values) // 2 :]]
 
 
@@ -202,13 +197,13 @@ def _beta(row: Row) -> str:
 
 
 def _lambda(row: Row) -> str:
-    return ", ".join(f"{_mean(row['heads'][name]['mean']):.2f}" for name in ("lambda", "lambda_trace")) if "lambda" in row["heads"] else ""
+    return ", ".join(f"{_mean(row['heads'][name]):.2f}" for name in ("lambda", "lambda_trace")) if "lambda" in row["heads"] else ""
 
 
 def _removed(row: Row) -> str:
     if "removed" not in row["heads"]:
         return ""
-    share, of_removed, of_query = (100 * _mean(row["heads"][name]["mean"]) for name in ("removed", "removed_top", "query_top"))
+    share, of_removed, of_query = (100 * _mean(row["heads"][name]) for name in ("removed", "removed_top", "query_top"))
     return f"{share:.1f} ({of_removed:.0f}, {of_query:.0f})"
 
 
@@ -220,7 +215,7 @@ def figure(rows: list[Row]) -> str:
         apart.append(Curve(name, x, *([one[end] for one in found] for end in ("value", "low", "high"))))
     for name, layers in _models(rows, "gates", "prose"):
         if "removed" in layers[0]["heads"]:
-            shares = [100 * _mean(row["heads"]["removed"]["mean"]) for row in layers]
+            shares = [100 * _mean(row["heads"]["removed"]) for row in layers]
             removed.append(Curve(name, [row["layer"] for row in layers], shares))
     names: dict[str, Any] = {"x_label": "layer", "markers": True, "integers": True}
     figures = []

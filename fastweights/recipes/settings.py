@@ -44,10 +44,13 @@ class Variant(NamedTuple):
         """Arguments of a `FastWeightsConfig` of this size. Options may be of the shape, too: `kla:expand_v=4`.
 
         Raises:
-            ValueError: an option that would replace the mixer or one of ``more``, which come with the text or task.
+            ValueError: an option that would replace the mixer or one of ``more``, which come with the text or task, or one that a
+                `FastWeightsConfig` takes and a label cannot give.
         """
         if fixed := [name for name in self.options if name in ("mixer", *more)]:
             raise ValueError(f"{self.label!r} cannot set {', '.join(fixed)}: the name is the mixer, and the rest comes with what is read")
+        if strange := [name for name in self.options if name in ("self", "dtype", "torch_dtype")]:
+            raise ValueError(f"{self.label!r} cannot set {', '.join(strange)}: options are those of the rules and of the model's shape")
         shape = dataclasses.asdict(size) | more | self.options
         layers = shape["num_hidden_layers"]
         if not isinstance(layers, int):
