@@ -32,8 +32,8 @@ from torch import Tensor
 
 from fastweights.notation import Coefficients
 from fastweights.ops import ccq_query
-from fastweights.ops.dispatch import delta, delta_step_
-from fastweights.ops.reference import reference_delta
+from fastweights.ops.dispatch import decay, delta, delta_step_
+from fastweights.ops.reference import reference_decay, reference_delta
 from fastweights.records import append_rows, provenance, read_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -52,23 +52,28 @@ class Work:
     """B, T, H, K, V."""
     read: str = "raw"
     """raw, or ccq: the query contracted by the keys' covariance first."""
+    rule: str = "kla"
+    """kla; or of the decay family mamba2 (a decay a head, values scaled) or gla (a decay a channel)."""
 
     def floor(self) -> float:
         """Milliseconds that no version can beat: bytes that must move, or multiplications in chunks of 64, whichever takes longer.
 
-        With CCQ, of its bytes only that q' is written and read, and of its multiplications those of a covariance kept in chunks.
+        With CCQ, of its bytes only that q' is written and read, and of its multiplications those of a covariance kept in chunks. The
+        decay family does without the delta rule's correction of values, and a decay a channel is as much to read as a key in float32.
         """
         B, T, H, K, V = self.shape
         if self.kind == "step":
             return 1e3 * 2 * 4 * B * H * K * V / COPY
         moved, products = B * T * H * (4 * K + 4 * V), B * T * H * (4 * 64 * (K + V) + 6 * K * V)
+        if self.rule != "kla":
+            moved, products = moved + B * T * H * 4 * K * (self.rule == "gla"), B * T * H * (2 * 64 * (K + V) + 4 * K * V)
         if self.read == "ccq":
             moved, products = moved + B * T * H * 4 * K, products + B * T * H * (8 * 64 * K + 4 * K * K)
         passes = 1 if self.kind == "forward" else 3
         return 1e3 * max(passes * moved / COPY, passes * products / MATMUL)
 
 
-DELTA = (
+WORKS = (
     Work(name="forward", kind="forward", shape=(1, 32768, 16, 128, 128)),
     Work(name="forward/long", kind="forward", shape=(1, 131072, 4, 128, 128)),
     Work(name="forward/paper", kind="forward", shape=(4, 4096, 12, 96, 192)),
@@ -80,18 +85,27 @@ DELTA = (
     Work(name="ccq/training", kind="forward+backward", shape=(8, 8192, 8, 128, 128), read="ccq"),
     Work(name="ccq/one row", kind="forward+backward", shape=(1, 32768, 16, 128, 128), read="ccq"),
     Work(name="ccq/long", kind="forward+backward", shape=(1, 131072, 4, 128, 128), read="ccq"),
+    *(
+        Work(name=f"{rule}/{name}", kind="forward+backward", shape=shape, rule=rule)
+        for rule in ("gla", "mamba2")
+        for name, shape in (("training", (4, 8192, 8, 128, 128)), ("small", (16, 4096, 6, 64, 64)))
+    ),
     Work(name="first", kind="first", shape=(1, 2048, 4, 128, 128)),
 )
 
 
-def operands(shape: tuple[int, ...], grad: bool = False) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
-    """KLA's own: keys as they come with their norms as scales, unit queries, gates as a model draws them; bfloat16."""
+def operands(shape: tuple[int, ...], rule: str = "kla", grad: bool = False) -> tuple[Tensor, Tensor, Tensor, Coefficients]:
+    """KLA's own: keys as they come with their norms as scales, unit queries, gates as a model draws them; bfloat16. Others' decays."""
     B, T, H, K, V = shape
     q = F.normalize(torch.randn(B, T, H, K, device="cuda"), dim=-1).bfloat16()
     k, v = F.silu(torch.randn(B, T, H, K, device="cuda")).bfloat16(), F.silu(torch.randn(B, T, H, V, device="cuda")).bfloat16()
     inverse_norm = (k.float().square().sum(-1) + 1e-6).rsqrt()
     beta, log_decay = torch.sigmoid(torch.randn(B, T, H, device="cuda")), -F.softplus(torch.randn(B, T, H, device="cuda") - 3)
     coef = Coefficients(beta=beta, log_decay=log_decay, key_scale=inverse_norm, value_scale=inverse_norm.clone())
+    if rule == "mamba2":
+        coef = Coefficients(log_decay=log_decay, value_scale=F.softplus(torch.randn(B, T, H, device="cuda") - 4))
+    elif rule == "gla":
+        coef = Coefficients(log_decay=F.logsigmoid(torch.randn(B, T, H, K, device="cuda")) / 16)
     if grad:
         for x in (q, k, v, *coef):
             if x is not None:
@@ -102,18 +116,19 @@ def operands(shape: tuple[int, ...], grad: bool = False) -> tuple[Tensor, Tensor
 def parity(work: Work) -> float:
     """The largest relative error of a short version of the work, outputs and gradients, against the reference in float64."""
     B, _, H, K, V = work.shape
-    q, k, v, coef = operands((min(B, 2), 1 if work.kind == "step" else 200, min(H, 2), K, V), grad=work.kind != "step")
+    q, k, v, coef = operands((min(B, 2), 1 if work.kind == "step" else 200, min(H, 2), K, V), work.rule, grad=work.kind != "step")
+    remember, reference = (delta, reference_delta) if work.rule == "kla" else (decay, reference_decay)
     state = torch.randn(q.shape[0], q.shape[2], K, V, device="cuda")
     lam = torch.rand(q.shape[:3], device="cuda")
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     true_coef = Coefficients(*(x if x is None else x.detach().double() for x in coef))
     clean = ccq_query(*exact[:2], lam.double(), key_scale=true_coef.key_scale, backend="torch")[0] if work.read == "ccq" else exact[0]
-    o, final = reference_delta(clean, *exact[1:], true_coef, state=state.double())
+    o, final = reference(clean, *exact[1:], true_coef, state=state.double())
     if work.kind == "step":
         pairs = [(delta_step_(q, k, v, coef, state, backend="triton"), o), (state, final)]
     else:
         clean = ccq_query(q, k, lam, key_scale=coef.key_scale, backend="triton")[0] if work.read == "ccq" else q
-        found, last = delta(clean, k, v, coef, state=state, backend="triton")
+        found, last = remember(clean, k, v, coef, state=state, backend="triton")
         upstream = torch.randn_like(found)
         got = torch.autograd.grad(found, (q, k, v), upstream)
         pairs = [(found, o), (last, final), *zip(got, torch.autograd.grad(o, exact, upstream.double()), strict=True)]
@@ -174,12 +189,13 @@ def measure(work: Work, leaves: list[Tensor], chunk: Callable[[], Tensor], step:
 
 
 def ours(work: Work) -> dict[str, Any]:
-    q, k, v, coef = operands(work.shape, grad=work.kind in ("forward+backward", "first"))
+    q, k, v, coef = operands(work.shape, work.rule, grad=work.kind in ("forward+backward", "first"))
+    remember = delta if work.rule == "kla" else decay
     scale, lam = work.shape[3] ** -0.5, torch.rand(work.shape[:3], device="cuda", requires_grad=True)
 
     def chunk() -> Tensor:
         clean = ccq_query(q, k, lam, key_scale=coef.key_scale, backend="triton")[0] if work.read == "ccq" else q
-        return delta(clean, k, v, coef, scale=scale, backend="triton")[0]
+        return remember(clean, k, v, coef, scale=scale, backend="triton")[0]
 
     step = lambda state: delta_step_(q, k, v, coef, state, scale=scale, backend="triton")  # noqa: E731
     if work.kind == "first":
@@ -200,8 +216,22 @@ def gated_deltanet(work: Work) -> tuple[list[Tensor], dict[str, Tensor]]:
     return [q, k, v], gates
 
 
+def fla_decay(work: Work) -> dict[str, Any]:
+    """Its kernels of the decay family, on values that are scaled already."""
+    from fla.ops.gla import chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v, coef = operands(work.shape, work.rule)
+    assert coef.log_decay is not None
+    leaves = [x.requires_grad_() for x in (q, k, v, coef.log_decay)]
+    kernel = chunk_gla if work.rule == "gla" else chunk_simple_gla
+    return {"implementation": "fla", "backend": "triton", **measure(work, leaves, lambda: kernel(*leaves)[0], lambda _: None)}
+
+
 def fla(work: Work) -> dict[str, Any]:
     """Flash Linear Attention's own kernels; its backward takes tilelang on Hopper with this Triton, where that is installed."""
+    if work.rule != "kla":
+        return fla_decay(work)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
     tensors, gates = gated_deltanet(work)
@@ -215,8 +245,8 @@ def flashqla(work: Work) -> dict[str, Any]:
     """FlashQLA: K = V = 128 only, and no decode step."""
     from flash_qla import chunk_gated_delta_rule
 
-    if work.kind == "step" or work.shape[3:] != (128, 128):
-        raise ValueError("FlashQLA has chunks of K = V = 128 alone")
+    if work.kind == "step" or work.shape[3:] != (128, 128) or work.rule != "kla":
+        raise ValueError("FlashQLA has chunks of the delta rule at K = V = 128 alone")
     tensors, gates = gated_deltanet(work)
     chunk = lambda: chunk_gated_delta_rule(*tensors, **gates)[0]  # noqa: E731
     return {"implementation": "flashqla", "backend": "tilelang", **measure(work, [*tensors, *gates.values()], chunk, lambda _: None)}
@@ -240,7 +270,7 @@ def apart(implementation: str, works: list[Work], limit: float) -> Iterator[dict
 
 
 def child(implementation: str, names: list[str]) -> None:
-    for work in (w for w in DELTA if w.name in names and (w.read == "raw" or implementation == "fastweights")):
+    for work in (w for w in WORKS if w.name in names and (w.read == "raw" or implementation == "fastweights")):
         try:
             print(json.dumps({"work": work.name, **IMPLEMENTATIONS[implementation](work)}), flush=True)
         except Exception as error:  # a peer that cannot run a shape is a result too
@@ -292,7 +322,7 @@ def main() -> None:
     if arguments.child:
         child(arguments.child[0], arguments.child[1:])
         return
-    works = {w.name: w for w in DELTA if arguments.only is None or w.name in arguments.only}
+    works = {w.name: w for w in WORKS if arguments.only is None or w.name in arguments.only}
     for name, work in works.items():
         error = parity(work)
         if not error < 2e-2:

@@ -173,9 +173,9 @@ def _differences(rows: list[Row], label: str) -> list[float]:
 
 
 def answer(rows: list[Row]) -> str:
-    found = [(label, _differences(rows, label)) for label in PAIRS[1:]]
-    parts = [f"{label} − {BESIDE[label]} {' and '.join(f'{d:+.4f}' for d in by_seed)}" for label, by_seed in found if by_seed]
-    return f"bits per byte on held-out text, a number a seed, each at the best of three rates: {', '.join(parts)}"
+    found = [(label, _differences(rows, label)) for label in MIXERS if label in BESIDE]
+    parts = [f"{label} − {BESIDE[label]} {' and '.join(f'{d:+.3f}' for d in by_seed)}" for label, by_seed in found if by_seed]
+    return f"bits per byte on held-out text, a number a seed, each at the best of its rates: {', '.join(parts)}"
 
 
 def table(rows: list[Row]) -> str:
