@@ -20,8 +20,8 @@ RUNS += [("gdn", start, RATE) for start in (0.35, 0.0)] + [("gdn", start, 3 * RA
 LANES = 2
 SETTING = (
     "train --data $FASTWEIGHTS_DATA/corpus/english/train.parquet --validation $FASTWEIGHTS_DATA/corpus/english/validation.parquet "
-    "--tokenizer $FASTWEIGHTS_DATA/tokenizer --sequence-length 256 --batch-tokens 2048 --steps 60 --warmup 0.15 --log-every 5 --save-every 60 "
-    "--keep-checkpoints 1 --validation-tokens 32768 --longest 1 --length-tokens 256 --sample-tokens 0 --no-tensorboard "
+    "--tokenizer $FASTWEIGHTS_DATA/tokenizer --sequence-length 256 --batch-tokens 2048 --steps 60 --warmup 0.15 --log-every 5 "
+    "--save-every 60 --keep-checkpoints 1 --validation-tokens 32768 --longest 1 --length-tokens 256 --sample-tokens 0 --no-tensorboard "
     "--hidden-size 256 --num-hidden-layers 4 --num-heads 4 --intermediate-size 680"
 )
 ORIGIN = ("command", "commit", "device", "versions", "time", "seed")

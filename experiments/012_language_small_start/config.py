@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-QUESTION = "At 25 M parameters and 60 M tokens, with a start that does not drown the embedding: which mixer models language best, does CCQ help?"
+QUESTION = "With a start that does not drown the embedding: which mixer models language best at 25 M parameters, and does CCQ help?"
 START = 0.1
 """`out_proj_init` of all mixers, as 011 has it."""
 _007 = runpy.run_path(str(Path(__file__).parent.parent / "007_language_25m" / "config.py"))
