@@ -10,6 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from fastweights.train.presets import SIZES, ModelSize, TrainSettings
 
+OF_MEMORIES = ("num_value_heads", "expand_k", "expand_v", "conv_size")
+"""What of a model's shape only memories have."""
+
 
 class Variant(NamedTuple):
     """One thing to compare: a mixer, or a pattern of them over the layers, with options of its rules."""
@@ -44,13 +47,15 @@ class Variant(NamedTuple):
         """Arguments of a `FastWeightsConfig` of this size. Options may be of the shape, too: `kla:expand_v=4`.
 
         Raises:
-            ValueError: an option that would replace the mixer or one of ``more``, which come with the text or task, or one that a
-                `FastWeightsConfig` takes and a label cannot give.
+            ValueError: an option that would replace the mixer or one of ``more``, which come with the text or task; one that a
+                `FastWeightsConfig` takes and a label cannot give; or one that would do nothing.
         """
         if fixed := [name for name in self.options if name in ("mixer", *more)]:
             raise ValueError(f"{self.label!r} cannot set {', '.join(fixed)}: the name is the mixer, and the rest comes with what is read")
         if strange := [name for name in self.options if name in ("self", "dtype", "torch_dtype")]:
             raise ValueError(f"{self.label!r} cannot set {', '.join(strange)}: options are those of the rules and of the model's shape")
+        if set(self.pattern) == {"softmax"} and (idle := [name for name in self.options if name in OF_MEMORIES]):
+            raise ValueError(f"{self.label!r} sets {', '.join(idle)}, which softmax attention does not have")
         shape = dataclasses.asdict(size) | more | self.options
         layers = shape["num_hidden_layers"]
         if not isinstance(layers, int):

@@ -22,6 +22,7 @@ def test_a_variant_is_a_mixer_a_pattern_and_options():
     for bad, message in [
         ("kla:mixer=gla", "cannot set mixer"),
         ("kla:vocab_size=9:bos_token_id=1", "cannot set vocab_size, bos_token_id"),
+        ("softmax:expand_v=4:window_size=9", "sets expand_v, which softmax attention does not have"),
         ("kla:self=3:dtype=bf16", "cannot set self, dtype: options are those of the rules and of the model's shape"),
         ("kla,gla:num_hidden_layers=many", "num_hidden_layers='many' in 'kla,gla:num_hidden_layers=many' is not a whole number"),
     ]:
