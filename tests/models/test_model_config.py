@@ -47,6 +47,7 @@ from tests.models.tiny import ALL_RULES, EVERY_KIND, kinds, tiny_config, tokens
         ({"hidden_size": "wide"}, "hidden_size='wide' is not a whole number$"),
         ({"hidden_size": 32.0}, r"hidden_size=32\.0 is not a whole number$"),
         ({"norm_eps": None}, "norm_eps=None is not a number$"),
+        ({"out_proj_init": -0.1}, "out_proj_init=-0.1 is negative; 0 starts the projection at zero"),
         ({"num_heads": 0}, "num_heads=0 is not positive"),
         ({"use_cache": 1}, "use_cache=1 is not true or false$"),
         ({"num_value_heads": True}, "num_value_heads=True is not a whole number or none$"),
