@@ -65,6 +65,4 @@ def figure(rows: list[Row]) -> str:
     bits = _bits(rows)
     values = [mean_estimate(bits[label]).value for label in VARIANTS]
     names = [label.replace(":out_proj_init=", ", start ") for label in VARIANTS]
-    return str(
-        bars(names, values, x_label="bits per byte", description="Bits per byte of both mixers with both starts, means of two seeds.")
-    )
+    return str(bars(names, values, x_label="bits per byte", description="Bits per byte of both mixers with both starts."))
