@@ -158,6 +158,23 @@ def test_comparisons_on_tasks_are_understood_and_a_part_of_them_can_be_shown(num
         assert experiment["table"](part).count("\n|") >= 2 and experiment["figure"](part).startswith("<svg")
 
 
+@pytest.mark.parametrize("number, start", [("007", {1.0}), ("011", {1.0, 0.35, 0.1, 0.0}), ("012", {0.1})])
+def test_trainings_on_text_are_understood(number, start, tmp_path, monkeypatch):
+    experiment, lab, commands = experiment_of(number), Reader(tmp_path, monkeypatch), {}
+    names = experiment["run"].__globals__
+    grid = [(label, rate) for label in names["MIXERS"] for rate in names.get("RATES", ())]
+    rates = [{"kind": "rate", "label": label, "learning_rate": rate, "bits_per_byte": {"value": rate}} for label, rate in grid]
+    monkeypatch.setitem(names, "_rates", lambda folder: rates)
+    monkeypatch.setattr(lab, "place", lambda name: tmp_path / name, raising=False)
+    monkeypatch.setattr(lab, "together", lambda chains, lanes: commands.update(chain[0] for chain in chains))
+    experiment["run"](lab)
+    one_of_each = {re.search(r"--mixer (\S+)", arguments).group(1): arguments for arguments in commands.values()}
+    for arguments in one_of_each.values():
+        lab.fastweights("a", arguments)
+    assert len(lab.calls) == len(one_of_each) >= len(names["MIXERS"])
+    assert {config.out_proj_init for _, config in lab.calls} == start
+
+
 def test_a_training_that_a_number_stopped_is_a_row_of_the_ablations(tmp_path):
     experiment = experiment_of("009")
     origin = dict.fromkeys(ORIGIN, 1)

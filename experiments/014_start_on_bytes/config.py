@@ -1,44 +1,22 @@
-"""The start of the mixers' last projections on the demo's bytes."""
+"""Experiment 004's trainings with another question: how the mixers' last projections start, on the demo's bytes."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 from fastweights.evaluate.statistics import mean_estimate
-from fastweights.records import read_rows
 from fastweights.report.plots import bars
 
 QUESTION = "Does a smaller start of the mixers' last projections help on the demo's bytes, and is it why KLA is behind there?"
 MIXERS = ("gated_deltanet", "kla")
 STARTS = (1.0, 0.1)
 """`out_proj_init`."""
-RATE = 3e-3
-SEEDS = (0, 1)
-VARIANTS = [f"{mixer}:out_proj_init={start}" for mixer in MIXERS for start in STARTS]
-SETTING = (
-    f"compare --steps 600 --batch-tokens 1024 --sequence-length 256 --learning-rate {RATE:g} --seeds {' '.join(map(str, SEEDS))} "
-    f"--validation-tokens 131072 --longest 1 --length-tokens 256 --sample-tokens 1 --mixers {' '.join(VARIANTS)}"
-)
-KEPT = ("label", "parameters", "tokens", "seconds", "command", "commit", "device", "versions", "time", "seed")
+_004 = runpy.run_path(str(Path(__file__).parent.parent / "004_value_over_key_norm" / "config.py"))
+_004["run"].__globals__["VARIANTS"] = VARIANTS = [f"{mixer}:out_proj_init={start}" for mixer in MIXERS for start in STARTS]
+run, rows, _bits = (_004[name] for name in ("run", "rows", "_bits"))
 Row = dict[str, Any]
-
-
-def run(lab: Any) -> None:
-    lab.fastweights("starts", SETTING)
-
-
-def rows(folder: Path) -> list[Row]:
-    kept = []
-    for row in read_rows(folder / "starts" / "results.jsonl"):
-        score = {"bits_per_byte": row["validation"]["bits_per_byte"], "n": row["validation"]["tokens"]}
-        kept.append({name: row[name] for name in KEPT} | score)
-    return sorted(kept, key=lambda row: (VARIANTS.index(row["label"]), row["seed"]))
-
-
-def _bits(rows: list[Row]) -> dict[str, list[float]]:
-    """Of every seed, by variant."""
-    return {label: [row["bits_per_byte"]["value"] for row in rows if row["label"] == label] for label in VARIANTS}
 
 
 def answer(rows: list[Row]) -> str:
@@ -57,7 +35,7 @@ def table(rows: list[Row]) -> str:
         for start in STARTS:
             found = bits[f"{mixer}:out_proj_init={start}"]
             lines.append(f"| {mixer} | {start:g} | {', '.join(f'{value:.3f}' for value in found)} | {mean_estimate(found).value:.3f} |")
-    note = f"n = {rows[0]['n']:,} bytes of held-out source; seeds {', '.join(map(str, SEEDS))}, learning rate {RATE:g}."
+    note = f"n = {rows[0]['n']:,} bytes of held-out source; seeds {', '.join(map(str, _004['SEEDS']))}, learning rate {_004['RATE']:g}."
     return "\n".join([*lines, "", note, ""])
 
 

@@ -78,7 +78,7 @@ class FastWeightsPreTrainedModel(PreTrainedModel):
         elif isinstance(module, SwiGLU):
             nn.init.normal_(module.down_proj.weight, std=self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers))
         elif isinstance(module, (FastWeightAttention, SoftmaxAttention)):
-            if self.config.out_proj_init != 1:
+            if self.config.out_proj_init != 1:  # to draw them again as they are would give every later module other weights
                 nn.init.normal_(module.out_proj.weight, std=self.config.initializer_range * self.config.out_proj_init)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
