@@ -13,7 +13,7 @@ from fastweights.report.tasks import whole
 QUESTION = "Do KLA's own tasks tell KLA from Gated DeltaNet beyond the length of training, and does CCQ help (fresh examples, three seeds)?"
 MIXERS = ("gated_deltanet", "kla", "kla+ccq")
 PUBLISHED_STATE = {"mqar-kla": 36_864, "one-pair-kla": 36_864, "palindrome-kla": 73_728, "stack-kla": 73_728}
-SETTING = f"--mixers {' '.join(MIXERS)} --at-once 9 --precision bf16 --minutes 8"
+SETTING = f"--mixers {' '.join(MIXERS)} --at-once 9 --precision bf16 --minutes 25"
 """Three mixers at three rates, or with three seeds, begin together and go on in step. After its minutes a call ends; another goes on."""
 
 

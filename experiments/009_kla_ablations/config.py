@@ -39,7 +39,7 @@ NAMES = {mixer: name for name, mixer in ROWS.items()}
 RATES = {"recall": (1e-3, 10**-2.5), "language": (4e-3, 1.6e-2)}
 RECALL = (
     f"compare --task mqar-zoology-128 --steps 6000 --learning-rates {' '.join(map(repr, RATES['recall']))} --seeds 0 "
-    "--precision bf16 --minutes 8"
+    "--precision bf16 --minutes 25"
 )
 SIDES = {"rules": (RULES, "--more-seeds 1 --at-once 12"), "states": (STATES, "--at-once 8")}
 """The two calls on the task: what is trained, and with what beside `RECALL`."""
