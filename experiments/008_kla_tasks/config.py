@@ -92,7 +92,7 @@ def table(rows: list[Row]) -> str:
         for label, scores in PARTS[task].published.items():
             cells = [f"{label}, published", f"{PUBLISHED_STATE[task]:,}", "0.001", "1", "", *(f"{score:.2f}" for score in scores)]
             lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", *(_strata_table(task, found) if task in STRATA else [])]
+        lines += ["", *(_strata_table(task, found) if task in STRATA else []), *_seed_table(task, rows)]
     note = (
         "Accuracy in %, by length; in brackets the worst and the best seed, or with one seed the 95 % interval. "
         f"{len(rows)} runs, {sum(row['diverged'] for row in rows)} of which ended in a loss that is not finite."
@@ -108,6 +108,21 @@ def _strata_table(task: str, found: list[Row]) -> list[str]:
     for one in found:
         by_value = {score["value"]: spread(score) for score in one["accuracy"] if (score["stratum"], score["length"]) == (stratum, length)}
         lines.append(f"| {one['label']} | {' | '.join(by_value.get(value, '') for value in (0, 1))} |")
+    return [*lines, ""]
+
+
+def _seed_table(task: str, rows: list[Row]) -> list[str]:
+    """Run by run: when half of the questions came to be answered in training, and what is answered at the greatest length."""
+    runs: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        if row["task"] == task:
+            runs.setdefault((row["label"], row["learning_rate"]), []).append(row)
+    length = whole(next(iter(runs.values()))[0])[-1]["length"]
+    lines = [f"| {PARTS[task].title}, by seed | rate | half answered at step | at {length:,} |", "|---|---|---|---|"]
+    for (label, rate), found in runs.items():
+        steps = [next((f"{step:,}" for step, share in row["training"] if share >= 0.5), "never") for row in found]
+        ends = [f"{100 * whole(row)[-1]['accuracy']:.1f}" for row in found]
+        lines.append(f"| {label} | {rate:.2g} | {' · '.join(steps)} | {' · '.join(ends)} |")
     return [*lines, ""]
 
 
