@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
+from fastweights.recipes.settings import Variant
 from fastweights.report.plots import Curve, beside, curves
 from fastweights.train.documents import SourceFile, read_documents
+from fastweights.train.tokenizer import document_token_id, load_tokenizer
 
 QUESTION = "What do η, the decays and λ learn, layer by layer, and do needle keys avoid the directions that CCQ removes?"
 TRAINED = "007_language_25m"
 WITH_CCQ = [("gdn+ccq", 0), ("gdn+ccq", 1), ("kla+ccq", 0), ("gla+ccq", 0), ("gdn+ccq-learned", 0), ("kla+ccq-learned", 0)]
 MODELS = [*WITH_CCQ, ("gdn", 0), ("kla", 0)]
 """(label, seed) of 007's trainings. The second seed says what is chance, the raw twins what is there without CCQ."""
+UNTRAINED = {"gdn-untrained": "gdn", "kla-untrained": "kla"}
+"""What is there before anything is learned: models of 007's shape with the weights that seed 0 draws."""
+LOOKED_AT = [*MODELS, *((label, 0) for label in UNTRAINED)]
 DATA = "FASTWEIGHTS_DATA"
 PROMPTS, TOP = 32, 4
 LENGTH = 1024
@@ -40,19 +49,32 @@ def run(lab: Any) -> None:
     missing = [_name(*model) for model in MODELS if not (folder / _name(*model) / "model").is_dir()]
     if missing:
         print(f"Not looked at: {', '.join(missing)}. `python experiments/run.py {TRAINED[:3]}` trains them.", flush=True)
-    if len(missing) == len(MODELS):
-        raise SystemExit(f"there is no model in {here.parent / TRAINED}")
     _write_texts(lab.folder)
+    models = {_name(*model): here.parent / TRAINED / _name(*model) / "model" for model in MODELS if _name(*model) not in missing}
+    for label in UNTRAINED:
+        models[_name(label, 0)] = here / "untrained" / label
+        _write_untrained(label, lab.folder / "untrained" / label)
     looks = []
-    for label, seed in MODELS:
-        name = _name(label, seed)
+    for name, model in models.items():
         for text, settings in LOOKS.items():
-            if name not in missing and not (lab.folder / f"{name}-{text}" / "results.json").exists():
-                model = here.parent / TRAINED / name / "model"
+            if not (lab.folder / f"{name}-{text}" / "results.json").exists():
                 looks.append([(f"{name}-{text}", f"inspect {model} {here / text}.txt {settings}")])
     failed = lab.together(looks, LANES)
     if failed:
         raise SystemExit(f"not done: {', '.join(failed)}")
+
+
+def _write_untrained(label: str, folder: Path) -> None:
+    """A model as a training begins, with its tokenizer."""
+    if not (folder / "config.json").exists():
+        trainings = runpy.run_path(str(Path(__file__).parent.parent / TRAINED / "config.py"))["run"].__globals__
+        tokenizer = load_tokenizer(str(Path(os.environ[DATA]) / "tokenizer"))
+        special = dict.fromkeys(("bos_token_id", "eos_token_id"), document_token_id(tokenizer))
+        mixer = Variant.parse(trainings["MIXERS"][UNTRAINED[label]])
+        torch.manual_seed(0)
+        model = FastWeightsForCausalLM(FastWeightsConfig(**mixer.config(trainings["SHAPE"], vocab_size=len(tokenizer), **special)))
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
 
 
 def _name(label: str, seed: int) -> str:
@@ -77,7 +99,7 @@ def _write_texts(folder: Path) -> None:
 def rows(folder: Path) -> list[Row]:
     """A row a model, text and layer of what the gates do, numbers a head; and a row a model and layer of its needles."""
     kept = []
-    for label, seed in MODELS:
+    for label, seed in LOOKED_AT:
         for text in LOOKS:
             look = folder / f"{_name(label, seed)}-{text}"
             if (look / "results.json").exists():
@@ -110,14 +132,15 @@ def _short(x: Any) -> Any:
 
 def _models(rows: list[Row], kind: str, text: str) -> Iterator[tuple[str, Layers]]:
     """Name and layers of each model that has rows of a kind; the seed is named where it is not 0."""
-    for label, seed in MODELS:
+    for label, seed in LOOKED_AT:
         found = [row for row in rows if (row["kind"], row["text"], row["label"], row["seed"]) == (kind, text, label, seed)]
         if found:
             yield label if seed == 0 else f"{label}, seed {seed}", sorted(found, key=lambda row: row["layer"])
 
 
 def answer(rows: list[Row]) -> str:
-    layers = [row for row in rows if row["kind"] == "needle"]
+    layers = [row for row in rows if row["kind"] == "needle" and row["label"] not in UNTRAINED]
+    control = [row["difference"]["projection"] for row in rows if row["kind"] == "needle" and row["label"] in UNTRAINED]
     removed = [_mean(row["heads"]["removed"]) for row in rows if row["kind"] == "gates" and "removed" in row["heads"]]
     apart = [row["difference"]["projection"] for row in layers]
     less = sum(_below(one["haystack"]["mean"]) for one in apart)
@@ -127,6 +150,8 @@ def answer(rows: list[Row]) -> str:
         f"needle keys lie less on the {TOP} largest key directions than the keys around them in {less} of {len(layers)} layers of trained "
         f"models, more in {more}, less than an ordinary passage in {passage} (95 % intervals over {PROMPTS} prompts that leave out 0)"
     )
+    if control:
+        words += f"; in {sum(_below(one['haystack']['mean']) for one in control)} of {len(control)} layers of untrained ones"
     return words + (f"; CCQ takes {100 * min(removed):.1f} to {100 * max(removed):.1f} % of the query" if removed else "")
 
 
