@@ -14,10 +14,10 @@ from tests.ops.test_decay_triton import check
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from fastweights.ops.decay.chunk_triton import CHANNEL_TILE, SMALL_TILE, TILES, chunk_decay_triton
+    from fastweights.ops.decay.chunk_triton import CHANNEL_TILES, SMALL_TILE, TILES, chunk_decay_triton
     from fastweights.ops.decay.step_triton import decay_step_triton_
 else:
-    TILES, CHANNEL_TILE, SMALL_TILE = {}, None, None
+    TILES, CHANNEL_TILES, SMALL_TILE = {}, {}, None
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 GATES = tuple(kind for kind in DECAY["decay"] if kind is None or "extreme" not in kind)
@@ -32,13 +32,22 @@ def test_chunk_is_the_reference(case):
 
 
 @pytest.mark.parametrize("segment", [0, 128])
-@pytest.mark.parametrize("entry", [*TILES, "channel", "small"], ids=str)
+@pytest.mark.parametrize("entry", [*TILES, "small"], ids=str)
 def test_every_entry_of_the_table(entry, segment):
-    tile = {**TILES, "channel": CHANNEL_TILE, "small": SMALL_TILE}[entry]
-    bytes_, K = entry if isinstance(entry, tuple) else (2, 128)
-    gates = "channel mixed" if entry == "channel" else "mixed"
-    problem = on_card(make(Case(T=300, K=K, V=192, heads=(1, 2), rows="packed", dtype=DTYPES[bytes_], decay=gates, beta=None)))
+    tile = {**TILES, "small": SMALL_TILE}[entry]
+    bytes_, K = (2, 128) if entry == "small" else entry
+    problem = on_card(make(Case(T=300, K=K, V=192, heads=(1, 2), rows="packed", dtype=DTYPES[bytes_], decay="mixed", beta=None)))
     check(partial(chunk_decay_triton, tile=tile._replace(segment=segment)), problem)
+
+
+@pytest.mark.parametrize("gates", ["channel", "channel mixed"])
+@pytest.mark.parametrize("segment", [0, 128])
+@pytest.mark.parametrize("entry", CHANNEL_TILES, ids=str)
+def test_every_entry_of_the_table_of_channels(entry, segment, gates):
+    """Mild decays, which go through products of whole chunks, and such of which some chunks go channel by channel."""
+    bytes_, K = entry
+    problem = on_card(make(Case(T=300, K=K, V=192, heads=(1, 2), rows="packed", dtype=DTYPES[bytes_], decay=gates, beta=None)))
+    check(partial(chunk_decay_triton, tile=CHANNEL_TILES[entry]._replace(segment=segment)), problem)
 
 
 @pytest.mark.parametrize("entry", TILES, ids=str)

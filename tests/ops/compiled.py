@@ -104,11 +104,11 @@ def decay() -> None:
     from fastweights.ops.decay.chunk_triton import chunk_decay_triton
     from tests.ops.grid import Case, make, run
 
-    for K, V in ((16, 64), (128, 16)):
+    for K, V, gates in ((16, 64, "model"), (128, 16, "model"), (16, 64, "channel"), (128, 16, "channel")):
         with compiled_only() as kernels:
-            run(chunk_decay_triton, make(Case(T=64, K=K, V=V, dtype=torch.bfloat16, beta=None)))
+            run(chunk_decay_triton, make(Case(T=64, K=K, V=V, dtype=torch.bfloat16, decay=gates, beta=None)))
         for kernel in kernels:
-            print(json.dumps({"K": K, "V": V, **kernel}), flush=True)
+            print(json.dumps({"K": K, "V": V, "gates": gates, **kernel}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from fastweights.notation import Coefficients
 from fastweights.ops.decay import chunk_backward_triton, chunk_forward_triton
-from fastweights.ops.decay.chunk_triton import CHANNEL_TILE, SMALL_TILE, chunk_decay_triton, decay_forward
+from fastweights.ops.decay.chunk_triton import SMALL_TILE, chunk_decay_triton, decay_forward
 from fastweights.ops.decay.recurrent import recurrent_decay
 from fastweights.ops.decay.segments_triton import Tile, cut_segments, segment_length
 from fastweights.ops.decay.step_triton import decay_step_triton_
@@ -67,6 +68,68 @@ def test_gradients_of_all_operands_through_groups_segments_and_documents(decay):
     check(partial(chunk_decay_triton, tile=SPLIT), make(case))
 
 
+PRODUCT = ("mild_output_chunk", "mild_query_chunk", "mild_key_value_chunk")
+CHANNELS = ("output_chunk", "query_chunk", "key_value_chunk")
+"""What the kernels call for a chunk whose decays per channel are mild, and for 16 tokens of any other."""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of them is called; the interpreter looks them up by name."""
+    counted = dict.fromkeys((*PRODUCT, *CHANNELS), 0)
+
+    def count(module, name):
+        kernel = getattr(module, name)
+
+        def counting(*operands):
+            counted[name] += 1
+            return kernel(*operands)
+
+        monkeypatch.setattr(module, name, counting)
+
+    for name in counted:
+        count(chunk_forward_triton if "output" in name else chunk_backward_triton, name)
+    return counted
+
+
+def decays(kind, like, chunk):
+    """Log decays per channel, and whether each token's are too strong for a product. ``like`` are mild ones, as in GLA.
+
+    Steep: just above the bound of `is_mild`, evenly or at once. Strong: none, and now and then −50; in channel 3 at every fifth token.
+    """
+    t = torch.arange(like.shape[1])
+    if kind == "steep":
+        steep = torch.full_like(like, -15.9 / chunk)
+        steep[..., 1::2] = torch.where(t % chunk == chunk // 2, -15.9, 0.0)[None, :, None, None]
+        return steep, t < 0
+    strong = torch.zeros_like(like).masked_fill(torch.rand(like.shape) < 0.1, -50.0)
+    strong[:, t % 5 == 0, :, 3] = -50.0
+    is_strong = {"mild": t < 0, "strong": t >= 0, "both": t // chunk % 2 == 1}[kind]
+    return torch.where(is_strong[None, :, None, None], strong, like), is_strong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=FULL)])
+@pytest.mark.parametrize("rows", ["one", "packed"])
+@pytest.mark.parametrize("kind", ["mild", "steep", "strong", "both"])
+@pytest.mark.parametrize("chunk", [pytest.param(16, marks=FULL), 32, pytest.param(64, marks=FULL)])
+def test_chunks_of_mild_decays_are_products_and_no_others(chunk, kind, rows, dtype, calls):
+    """Three chunks and a piece, or documents of which some are shorter than a chunk, in segments of two."""
+    T = 3 * chunk + 5 if rows == "one" else 2 * chunk + 9
+    x = make(Case(T=T, K=16, V=20, heads=(1, 2), rows=rows, dtype=dtype, decay="channel", beta=None, scales=("Hv", "Hk", "Hk")))
+    log_decay, is_strong = decays(kind, x.coef.log_decay, chunk)
+    if dtype == torch.float16 and kind == "steep":
+        log_decay = log_decay * 4  # the bound for operands of few digits
+    x = replace(x, coef=x.coef._replace(log_decay=log_decay))
+    check(partial(chunk_decay_triton, tile=Tile(chunk, 32, 1, 1, 2 * chunk)), x)
+    if rows == "one" and dtype == torch.float32:
+        starts = range(0, T, chunk)
+        products = sum(2 for start in starts if not is_strong[start])  # of two heads
+        channels = sum(2 * -(-min(chunk, T - start) // 16) for start in starts if is_strong[start])
+        assert calls == {**dict.fromkeys(PRODUCT, products), **dict.fromkeys(CHANNELS, channels)}
+    elif kind in ("mild", "steep"):
+        assert all(calls[name] for name in PRODUCT) and not any(calls[name] for name in CHANNELS)
+
+
 @pytest.mark.parametrize("decay", ["extreme", "channel extreme"])
 def test_shut_gates(decay):
     """Every true gradient of log decay is below 1e-20 here."""
@@ -113,9 +176,9 @@ def test_segments_fill_the_card_and_no_more():
     assert segment_length(1 << 26, 64, tile) == 4096
 
 
-@pytest.mark.parametrize("tile", [None, SMALL_TILE, CHANNEL_TILE, Tile(64, 16, 4, 2)], ids=["table", "small", "channel", "narrow"])
+@pytest.mark.parametrize("tile, decay", [(None, "model"), (None, "channel"), (SMALL_TILE, "model"), (Tile(64, 16, 4, 2), "model")])
 @pytest.mark.parametrize("K, V", [(16, 320), (20, 16), (32, 100), (100, 32), (256, 16)])
-def test_no_tile_is_narrow_in_bfloat16(K, V, tile, monkeypatch):
+def test_no_tile_is_narrow_in_bfloat16(K, V, tile, decay, monkeypatch):
     """One swizzle for every tile of a kernel: ptxas 12.8 confuses two at one address (`tile_side`). No kernel runs here."""
     sides = []
 
@@ -126,7 +189,7 @@ def test_no_tile_is_narrow_in_bfloat16(K, V, tile, monkeypatch):
 
     for module in (chunk_forward_triton, chunk_backward_triton):
         monkeypatch.setattr(module, "launch", note)
-    x = make(Case(T=70, K=K, V=V, heads=(1, 2), dtype=torch.bfloat16, decay="channel" if tile == CHANNEL_TILE else "model", beta=None))
+    x = make(Case(T=70, K=K, V=V, heads=(1, 2), dtype=torch.bfloat16, decay=decay, beta=None))
     run(partial(chunk_decay_triton, tile=tile), x)
     assert len(sides) == 5 and min(map(min, sides)) >= 64, sides
 

@@ -6,8 +6,13 @@ Three launches. `contribution_kernel` gives what each segment alone writes; `sca
     o_i = scale · (exp(g_i)·q_i)ᵀ S + scale · Σ_{j≤i} (q_iᵀ k_j exp(g_i − g_j)) v_j
     S'  = exp(g_C)·S + Σ_j (exp(g_C − g_j)·k_j) v_jᵀ
 
-Every exponent is ≤ 0. A decay per channel takes chunks of 16 tokens, whose scores are summed channel by channel; a decay per head takes
-chunks of 64 and the tensor cores.
+Every exponent is ≤ 0, and with a decay per head the sum over j is one masked product. With a decay per channel it is one, too, where no
+channel forgets too much inside a chunk (`is_mild`): with γ half of g_C, every channel's own,
+
+    exp(g_i − g_j) = exp(g_i − γ)·exp(γ − g_j)        o_i = scale · (exp(g_i − γ)·q_i)ᵀ (exp(γ)·S) + scale · Σ_{j≤i} (…) v_j
+
+so that the memory is read, and written, with the same two tiles as the scores. Any other chunk is walked through by 16 tokens at a time,
+whose scores are summed channel by channel. Which way it goes is decided on the device, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -66,6 +71,66 @@ def load_decay(g, start, end, h, H, G, K, C: tl.constexpr, BK: tl.constexpr, CHA
 
 
 @triton.jit
+def load_scaled(base, numbers, start, end, stride, heads, h, H, column, width, C: tl.constexpr, W: tl.constexpr):
+    """A tile of tokens in float32, each times its number (of ``heads`` for H heads) if there are numbers."""
+    x = load_tile(base, start, end, stride, column, width, C, W).to(tl.float32)
+    return x * load_numbers(numbers, start, end, heads, h * heads // H, 1.0, C)[:, None]
+
+
+@triton.jit
+def load_logs(g, start, end, h, H, G, K, C: tl.constexpr, BK: tl.constexpr):
+    """A chunk's log decays per channel ``[C, K]``, 0 past its end; no lower than where exp is 0, as in `load_decay`."""
+    return tl.maximum(load_tile(g + (h // G) * K, start, end, (H // G) * K, 0, K, C, BK), -1e4)
+
+
+@triton.jit
+def is_mild(logs, PRECISION: tl.constexpr):
+    """Whether `halves` may be used: the chunk's log decay is above a bound in every channel.
+
+    With half of it as the exponent, factors stay within exp(±32), and scores that are masked afterwards below infinity. An exponent of 8
+    is known to 5e-7, as good as the sums of a product in float32, and one of 32 to 2e-6, far better than tf32 or bfloat16.
+    """
+    bound = -16.0 if PRECISION == "tf32x3" else -64.0
+    return tl.min(tl.sum(logs, 0), 0) > bound
+
+
+@triton.jit
+def halves(logs, PRECISION: tl.constexpr):
+    """``exp(g_i − γ)``, ``exp(γ − g_i)`` ``[C, K]`` and ``exp(γ)`` ``[K]``, γ half of the chunk's log decay, which no padding changes."""
+    if PRECISION == "tf32x3":  # in two parts, as in `load_decay`
+        coarse = tl.floor(logs * 16.0) * 0.0625
+        fine = logs - coarse
+        half_coarse = tl.sum(coarse, 0) * 0.5
+        half_fine = tl.sum(fine, 0) * 0.5
+        half = half_coarse + half_fine
+        x = (tl.cumsum(coarse, 0) - half_coarse[None, :]) + (tl.cumsum(fine, 0) - half_fine[None, :])
+    else:
+        half = tl.sum(logs, 0) * 0.5
+        x = tl.cumsum(logs, 0) - half[None, :]
+    return tl.exp(x), tl.exp(-x), tl.exp(half)
+
+
+@triton.jit
+def channel_weights(g, start, end, h, H, G, K, C: tl.constexpr, BK: tl.constexpr, SINCE: tl.constexpr, PRECISION: tl.constexpr):
+    """The decays per channel since a chunk's start, or those from each token to its end; a running sum in two parts only where needed."""
+    logs = load_logs(g, start, end, h, H, G, K, C, BK)
+    if is_mild(logs, PRECISION):
+        up, down, half = halves(logs, PRECISION)
+        weights = (up if SINCE else down) * half[None, :]
+    else:
+        since, keep, _carry, _all, _c, _f = load_decay(g, start, end, h, H, G, K, C, BK, True)
+        weights = since if SINCE else keep
+    return weights
+
+
+@triton.jit
+def causal(P, C: tl.constexpr):
+    """P for j ≤ i, else 0; never by a product, for what is masked may be large."""
+    i = tl.arange(0, C)
+    return tl.where(i[:, None] >= i[None, :], P, 0.0)
+
+
+@triton.jit
 def row(x, j, C: tl.constexpr):
     """Row j of ``[C, K]`` in registers."""
     return tl.sum(tl.where(tl.arange(0, C)[:, None] == j, x, 0.0), 0)
@@ -85,7 +150,7 @@ def channel_scores(q, k, coarse, fine, C: tl.constexpr):
     for j in range(C):
         column = tl.sum(q * row(k, j, C)[None, :] * from_row(coarse, fine, j, C), 1)
         P = tl.where(i[None, :] == j, column[:, None], P)
-    return tl.where(i[:, None] >= i[None, :], P, 0.0)
+    return causal(P, C)
 
 
 @triton.jit
@@ -134,12 +199,20 @@ def contribution_kernel(
         y = load_tile(v, start, end, v_stride, block * BV, V, C, BV).to(tl.float32)
         x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
         y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
-        since, keep, carry, all_a, _c, _f = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
-        if REVERSE:
-            x *= since * (tl.exp(passed)[None, :] if CHANNEL else tl.exp(passed))
+        if CHANNEL:
+            x *= channel_weights(g, start, end, h, H, G, K, C, BK, REVERSE, PRECISION)
+            all_a = tl.sum(load_logs(g, start, end, h, H, G, K, C, BK), 0)
+            if REVERSE:
+                x *= tl.exp(passed)[None, :]
+            else:
+                S *= tl.exp(all_a)[:, None]
         else:
-            x *= keep
-            S *= carry
+            since, keep, carry, all_a, _c, _f = load_decay(g, start, end, h, H, G, K, C, BK, False)
+            if REVERSE:
+                x *= since * tl.exp(passed)
+            else:
+                x *= keep
+                S *= carry
         S += tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
         passed += all_a
     base = s.to(tl.int64) * H + h
@@ -153,6 +226,46 @@ def contribution_kernel(
 
 
 @triton.jit
+def output_chunk(
+    S, q, k, v, g, qs, ks, vs, o, start, end, h, H, G, q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale, column,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read in one chunk; returns the memory after it."""
+    x = load_scaled(k, ks, start, end, k_stride, ks_heads, h, H, 0, K, C, BK)
+    y = load_scaled(v, vs, start, end, v_stride, vs_heads, h, H, column, V, C, BV)
+    z = load_scaled(q, qs, start, end, q_stride, qs_heads, h, H, 0, K, C, BK)
+    since, keep, carry, _all, coarse, fine = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
+    if CHANNEL:
+        P = channel_scores(z, x, coarse, fine, C)
+    else:
+        P = tl.dot(z.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) * decay_matrix(coarse, fine, C)
+    out = tl.dot((z * since).to(DOT), S.to(DOT), input_precision=PRECISION)
+    out += tl.dot(P.to(DOT), y.to(DOT), input_precision=PRECISION)
+    store_tile(o, out * scale, start, end, H * V, column, V, C, BV)
+    x *= keep
+    return S * carry + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
+
+
+@triton.jit
+def mild_output_chunk(
+    S, q, k, v, logs, qs, ks, vs, o, start, end, h, H, q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale, column,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same where `is_mild` of the chunk's log decays."""
+    up, down, half = halves(logs, PRECISION)
+    x = (load_scaled(k, ks, start, end, k_stride, ks_heads, h, H, 0, K, C, BK) * down).to(DOT)
+    z = (load_scaled(q, qs, start, end, q_stride, qs_heads, h, H, 0, K, C, BK) * up).to(DOT)
+    y = load_scaled(v, vs, start, end, v_stride, vs_heads, h, H, column, V, C, BV).to(DOT)
+    P = causal(tl.dot(z, tl.trans(x), input_precision=PRECISION), C)
+    S *= half[:, None]
+    out = tl.dot(z, S.to(DOT), input_precision=PRECISION)
+    out += tl.dot(P.to(DOT), y, input_precision=PRECISION)
+    store_tile(o, out * scale, start, end, H * V, column, V, C, BV)
+    return (S + tl.dot(tl.trans(x), y, input_precision=PRECISION)) * half[:, None]
+
+
+@triton.jit
 def output_kernel(
     q, k, v, g, qs, ks, vs, memory, o, table, T, L, H, G, q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NB: tl.constexpr, CHANNEL: tl.constexpr,
@@ -160,32 +273,34 @@ def output_kernel(
 ):  # fmt: skip
     """Read while walking through a segment; the program holds BV columns of the memory."""
     pid = tl.program_id(0)
-    block = pid % NB
+    column = pid % NB * BV
     h = pid // NB % H
     s = pid // NB // H
     _, begin, end, _ = segment_of(s, table, T, L)
-    S = load_memory(memory + (s.to(tl.int64) * H + h) * K * V, block * BV, K, V, BK, BV)
+    S = load_memory(memory + (s.to(tl.int64) * H + h) * K * V, column, K, V, BK, BV)
     q += h // G * K
     k += h // G * K
     v += h * V
     o += h * V
     for start in tl.range(begin, end, C, num_stages=STAGES):
-        x = load_tile(k, start, end, k_stride, 0, K, C, BK).to(tl.float32)
-        y = load_tile(v, start, end, v_stride, block * BV, V, C, BV).to(tl.float32)
-        z = load_tile(q, start, end, q_stride, 0, K, C, BK).to(tl.float32)
-        x *= load_numbers(ks, start, end, ks_heads, h * ks_heads // H, 1.0, C)[:, None]
-        y *= load_numbers(vs, start, end, vs_heads, h * vs_heads // H, 1.0, C)[:, None]
-        z *= load_numbers(qs, start, end, qs_heads, h * qs_heads // H, 1.0, C)[:, None]
-        since, keep, carry, _all, coarse, fine = load_decay(g, start, end, h, H, G, K, C, BK, CHANNEL)
         if CHANNEL:
-            P = channel_scores(z, x, coarse, fine, C)
+            logs = load_logs(g, start, end, h, H, G, K, C, BK)
+            if is_mild(logs, PRECISION):
+                S = mild_output_chunk(
+                    S, q, k, v, logs, qs, ks, vs, o, start, end, h, H,
+                    q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale, column, K, V, C, BK, BV, DOT, PRECISION,
+                )  # fmt: skip
+            else:
+                for few in range(start, tl.minimum(start + C, end), 16):
+                    S = output_chunk(
+                        S, q, k, v, g, qs, ks, vs, o, few, end, h, H, G,
+                        q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale, column, K, V, 16, BK, BV, True, DOT, PRECISION,
+                    )  # fmt: skip
         else:
-            P = tl.dot(z.to(DOT), tl.trans(x.to(DOT)), input_precision=PRECISION) * decay_matrix(coarse, fine, C)
-        out = tl.dot((z * since).to(DOT), S.to(DOT), input_precision=PRECISION)
-        out += tl.dot(P.to(DOT), y.to(DOT), input_precision=PRECISION)
-        store_tile(o, out * scale, start, end, H * V, block * BV, V, C, BV)
-        x *= keep
-        S = S * carry + tl.dot(tl.trans(x.to(DOT)), y.to(DOT), input_precision=PRECISION)
+            S = output_chunk(
+                S, q, k, v, g, qs, ks, vs, o, start, end, h, H, G,
+                q_stride, k_stride, v_stride, qs_heads, ks_heads, vs_heads, scale, column, K, V, C, BK, BV, False, DOT, PRECISION,
+            )  # fmt: skip
 
 
 def heads_in(x: Tensor | None) -> int:
