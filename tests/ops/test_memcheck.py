@@ -92,6 +92,17 @@ def test_decay(decay, warps):
     finite(found)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("warps", [4, 1])
+def test_decay_per_channel(warps):
+    """Chunks of mild decays, which are products, and of strong ones, in pieces of 16."""
+    x = make(Case(T=85, K=16, V=20, heads=(1, 2), rows="packed", decay="channel", beta=None, scales=("Hv", "Hk", "Hk")))
+    x.coef.log_decay[:, 40:60] = -50.0
+    with watched():
+        found = run(partial(chunk_decay_triton, tile=Tile(32, 16, warps, 1, 64)), x)
+    finite(found)
+
+
 @pytest.mark.parametrize("warps", [pytest.param(4, marks=FULL), 1])
 def test_ccq(warps):
     x = ccq_loop.draw(T=sum(LENGTHS), B=1, H=1, K=20, dtype=torch.float32, state=True, rows=6) | {"cu_seqlens": bounds(LENGTHS)}
