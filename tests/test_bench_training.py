@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARK = str(ROOT / "benchmarks" / "bench_training.py")
 
 
+@pytest.mark.full
 def test_a_row_of_a_small_model(tmp_path, monkeypatch, capsys):
     options = ["--models", "byte", "--batch", "2", "--tokens", "16", "--steps", "2", "--no-compile", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", [BENCHMARK, *options, "--out", str(tmp_path / "rows.jsonl")])

@@ -109,8 +109,8 @@ def decays(kind, like, chunk):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=FULL)])
-@pytest.mark.parametrize("rows", ["one", "packed"])
-@pytest.mark.parametrize("kind", ["mild", "steep", "strong", "both"])
+@pytest.mark.parametrize("rows", ["one", pytest.param("packed", marks=FULL)])
+@pytest.mark.parametrize("kind", ["both", *(pytest.param(kind, marks=FULL) for kind in ("mild", "steep", "strong"))])
 @pytest.mark.parametrize("chunk", [pytest.param(16, marks=FULL), 32, pytest.param(64, marks=FULL)])
 def test_chunks_of_mild_decays_are_products_and_no_others(chunk, kind, rows, dtype, calls):
     """Three chunks and a piece, or documents of which some are shorter than a chunk, in segments of two."""
@@ -206,6 +206,7 @@ def test_tiles_at_one_shared_address_are_swizzled_in_one_way():
     assert max(kernel["swizzles"] for kernel in kernels) == 1, kernels
 
 
+@pytest.mark.full
 def test_fake_shapes_are_the_real_ones():
     x = make(Case(T=40, K=20, V=24, heads=(1, 2), rows="packed", dtype=torch.float16, beta=None))
     args = (x.q, x.k, x.v, x.coef.log_decay, None, x.coef.key_scale, x.coef.value_scale, x.state, x.cu_seqlens, 0.5, list(SPLIT))

@@ -84,7 +84,9 @@ def run_forward(form, x: Problem):
     return {"o": o, "state": state}
 
 
-@pytest.mark.parametrize("T, backward", [(16_384, False), pytest.param(16_384, True, marks=pytest.mark.full), (1_000, True)])
+@pytest.mark.parametrize(
+    "T, backward", [*(pytest.param(16_384, backward, marks=pytest.mark.full) for backward in (False, True)), (1_000, True)]
+)
 def test_equal_keys_and_strong_writes(T, backward):
     """β up to 1.9 on one key (nearly one in the second row): the system's matrix has powers that explode, its inverse does not."""
     x = make(Case(T=T, K=16, V=16, heads=(1, 2), rows="two", decay=None, beta="over-relaxed", scales=(None, None, None)))

@@ -92,7 +92,9 @@ def round_inverse(x, out, C: tl.constexpr):
     tl.store(out + place, dithered(tl.load(x + place), C))
 
 
-@pytest.mark.parametrize("tiles, precision", [(SHAPES[0], None), (SHAPES[2], torch.bfloat16)], ids=["C16", "C64"])
+@pytest.mark.parametrize(
+    "tiles, precision", [pytest.param(SHAPES[0], None, marks=pytest.mark.full), (SHAPES[2], torch.bfloat16)], ids=["C16", "C64"]
+)
 def test_identical_keys_at_eta_near_two(tiles, precision):
     """The triangle's worst case: every power of A grows without bound, its inverse does not. Chunks of 64 are for bfloat16 operands."""
     T, H = 96, 4  # several keys, since one alone may fall well for plain torch
@@ -140,6 +142,7 @@ def test_long_rows_of_few_heads_are_split():
     assert segment_size(1, 512, 4, 128, tiles) == (576, False)
 
 
+@pytest.mark.full
 def test_fake_shapes_are_the_real_ones():
     x = make(Case(T=50, K=16, V=16, heads=(1, 2), rows="packed", dtype=torch.float16))
     for tiles in (SHAPES[0], SPLIT, KEPT):
