@@ -93,13 +93,12 @@ def test_decay(decay, warps):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("warps", [4, 1])
-def test_decay_per_channel(warps):
+def test_decay_per_channel():
     """Chunks of mild decays, which are products, and of strong ones, in pieces of 16."""
     x = make(Case(T=85, K=16, V=20, heads=(1, 2), rows="packed", decay="channel", beta=None, scales=("Hv", "Hk", "Hk")))
     x.coef.log_decay[:, 40:60] = -50.0
     with watched():
-        found = run(partial(chunk_decay_triton, tile=Tile(32, 16, warps, 1, 64)), x)
+        found = run(partial(chunk_decay_triton, tile=Tile(32, 16, 4, 1, 64)), x)
     finite(found)
 
 
