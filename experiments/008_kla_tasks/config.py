@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastweights.recipes.task_rows import kept_rows, spread, standings_table
+from fastweights.recipes.task_rows import half_answered, kept_rows, spread, standings_table
 from fastweights.recipes.task_standings import standings
 from fastweights.report.plots import Curve, curves
 from fastweights.report.tasks import whole
@@ -120,9 +120,8 @@ def _seed_table(task: str, rows: list[Row]) -> list[str]:
     length = whole(next(iter(runs.values()))[0])[-1]["length"]
     lines = [f"| {PARTS[task].title}, by seed | rate | half answered at step | at {length:,} |", "|---|---|---|---|"]
     for (label, rate), found in runs.items():
-        steps = [next((f"{step:,}" for step, share in row["training"] if share >= 0.5), "never") for row in found]
         ends = [f"{100 * whole(row)[-1]['accuracy']:.1f}" for row in found]
-        lines.append(f"| {label} | {rate:.2g} | {' · '.join(steps)} | {' · '.join(ends)} |")
+        lines.append(f"| {label} | {rate:.2g} | {' · '.join(map(half_answered, found))} | {' · '.join(ends)} |")
     return [*lines, ""]
 
 

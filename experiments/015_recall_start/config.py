@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastweights.recipes.task_rows import kept_rows
+from fastweights.recipes.task_rows import half_answered, kept_rows
 from fastweights.report.plots import Curve, beside, curves
 from fastweights.report.tasks import whole
 
@@ -36,13 +36,8 @@ def _runs(rows: list[Row], mixer: str, start: float) -> list[Row]:
     return [row for row in rows if (row["mixer"], row["start"]) == (mixer, start)]
 
 
-def _half(row: Row) -> str:
-    """The step at whose end half of the questions of the last 50 were answered."""
-    return next((f"{step:,}" for step, share in row["training"] if share >= 0.5), "never")
-
-
 def answer(rows: list[Row]) -> str:
-    parts = [f"{mixer} {' → '.join(', '.join(_half(row) for row in _runs(rows, mixer, start)) for start in STARTS)}" for mixer in MIXERS]
+    parts = [f"{mixer} {' → '.join(', '.join(map(half_answered, _runs(rows, mixer, start))) for start in STARTS)}" for mixer in MIXERS]
     return f"steps until half is answered, a number a seed, start as published → at a tenth: {'; '.join(parts)}"
 
 
@@ -54,7 +49,8 @@ def table(rows: list[Row]) -> str:
         for start in STARTS:
             found = _runs(rows, mixer, start)
             ends = [" · ".join(f"{100 * whole(row)[n]['accuracy']:.1f}" for row in found) for n in range(len(lengths))]
-            cells = [mixer, f"{start:g}", " · ".join(map(_half, found)), " · ".join(f"{100 * row['train_accuracy']:.1f}" for row in found)]
+            trained = [f"{100 * row['train_accuracy']:.1f}" for row in found]
+            cells = [mixer, f"{start:g}", " · ".join(map(half_answered, found)), " · ".join(trained)]
             lines.append(f"| {' | '.join([*cells, *ends])} |")
     note = f"Seeds {', '.join(map(str, SEEDS))}; n = {whole(rows[0])[0]['asked']:,} questions a length, in %; chance 0.8 %."
     return "\n".join([*lines, "", note, ""])

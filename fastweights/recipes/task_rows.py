@@ -48,6 +48,11 @@ def mean_accuracy(standing: Mapping[str, Any]) -> float:
     return 100 * float(np.mean([score["accuracy"] for score in whole(standing)]))
 
 
+def half_answered(row: Mapping[str, Any]) -> str:
+    """The step at whose end half of the last window's questions were answered, `1,200`, or `never`: when recall began."""
+    return next((f"{step:,}" for step, share in row["training"] if share >= 0.5), "never")
+
+
 def spread(score: Mapping[str, Any]) -> str:
     """`98.3 (97.1–99.0)`: an accuracy in percent and its bounds."""
     return f"{100 * score['accuracy']:.1f} ({100 * score['low']:.1f}–{100 * score['high']:.1f})"
