@@ -111,7 +111,15 @@ def test_an_interrupted_comparison_goes_on_as_if_nothing_had_been(run, tmp_path,
     assert numbers(resumed) == numbers(straight)
 
 
-def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():
+@pytest.fixture
+def hears_ctrl_c():
+    """As a program at a terminal does; one that a shell began in the background is deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_ctrl_c_is_a_question_and_the_second_an_end(hears_ctrl_c):
     console = Console(file=io.StringIO())
     before = signal.getsignal(signal.SIGINT)
     with pool._interrupts(console) as interrupted:
