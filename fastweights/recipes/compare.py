@@ -32,6 +32,8 @@ from fastweights.train.tokenizer import document_token_id, load_tokenizer
 
 TOLERANCE = 0.005
 """How far parameter counts may lie apart, relative to the largest."""
+ALIGNED, WORTH = 8, 1e-3
+"""Widths of MLPs are multiples of so many, which tensor cores need for rows of 16 bytes, where parameters then lie no further apart."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ def equal_parameters(
     unit = 3 * size.hidden_size * size.num_hidden_layers  # parameters of one more unit in every MLP
     matched = {}
     for variant in variants:
-        wider = config(variant, width + round((most - counts[variant.label]) / unit))
+        exact = width + (most - counts[variant.label]) / unit
+        aligned = ALIGNED * round(exact / ALIGNED)
+        wider = config(variant, aligned if abs(aligned - exact) * unit <= WORTH * most else round(exact))
         parameters = count_parameters(wider)
         if abs(parameters - most) > TOLERANCE * most:
             raise ValueError(f"{variant.label} cannot have {most:,} parameters, only {parameters:,}: take a larger size")

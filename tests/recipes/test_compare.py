@@ -176,6 +176,19 @@ def test_parameters_are_equal_for_every_mixer_there_is():
     assert min(config["intermediate_size"] for config, _ in matched.values()) == size.intermediate_size
 
 
+def test_widths_are_aligned_where_it_costs_little():
+    """MLPs of 25 M parameters in multiples of 8, to 0.1 %; of 0.3 M, where 8 more would be too many, by single units."""
+    labels = [Variant.parse(label) for label in ("kla", "gla", "softmax", "mamba2")]
+    widths, apart = {}, {}
+    for name in ("25m", "0.3m"):
+        matched = equal_parameters(labels, SIZES[name], 32_000 if name == "25m" else 258, {}).values()
+        widths[name] = [config["intermediate_size"] for config, _ in matched]
+        apart[name] = max(count for _, count in matched) / min(count for _, count in matched) - 1
+    assert all(width % 8 == 0 for width in widths["25m"]) and len(set(widths["25m"])) > 2
+    assert any(width % 8 for width in widths["0.3m"])
+    assert apart["25m"] < 2e-3 and apart["0.3m"] < 2e-3
+
+
 def test_sizes_are_what_their_names_say():
     for name in ("0.3m", "1m", "5m", "25m", "60m", "125m"):  # test_train_presets has those of the papers
         (_, parameters), *_ = equal_parameters([Variant.parse("kla+ccq")], SIZES[name], 258, {}).values()
