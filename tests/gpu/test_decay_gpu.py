@@ -14,10 +14,10 @@ from tests.ops.test_decay_triton import check
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from fastweights.ops.decay.chunk_triton import CHANNEL_TILE, SMALL_TILE, TILES, chunk_decay_triton
+    from fastweights.ops.decay.chunk_triton import CHANNEL_TILES, SMALL_TILE, TILES, chunk_decay_triton
     from fastweights.ops.decay.step_triton import decay_step_triton_
 else:
-    TILES, CHANNEL_TILE, SMALL_TILE = {}, None, None
+    TILES, CHANNEL_TILES, SMALL_TILE = {}, {}, None
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 GATES = tuple(kind for kind in DECAY["decay"] if kind is None or "extreme" not in kind)
@@ -48,7 +48,7 @@ def test_decays_per_channel(entry, chunk, segment, gates):
     """Mild ones, which go through products of whole chunks, and such of which some chunks go channel by channel."""
     bytes_, K = entry
     problem = on_card(make(Case(T=300, K=K, V=192, heads=(1, 2), rows="packed", dtype=DTYPES[bytes_], decay=gates, beta=None)))
-    check(partial(chunk_decay_triton, tile=CHANNEL_TILE._replace(chunk=chunk, segment=segment)), problem)
+    check(partial(chunk_decay_triton, tile=CHANNEL_TILES[entry]._replace(chunk=chunk, segment=segment)), problem)
 
 
 @pytest.mark.parametrize("gates", ["model", "channel"])

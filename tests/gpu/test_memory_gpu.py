@@ -34,7 +34,7 @@ def test_delta(segment, dtype):
 @DTYPES
 @pytest.mark.parametrize("gates, segment", [("mixed", 0), ("mixed", 128), ("channel mixed", 0)])
 def test_decay(gates, segment, dtype):
-    tile = decay.CHANNEL_TILE if gates.startswith("channel") else decay.TILES[dtype.itemsize, 128]
+    tile = (decay.CHANNEL_TILES if gates.startswith("channel") else decay.TILES)[dtype.itemsize, 128]
     problem = delta.on_card(make(Case(**ODD, dtype=dtype, decay=gates, beta=None)))
     decay.check(partial(decay.chunk_decay_triton, tile=tile._replace(segment=segment)), problem)
 

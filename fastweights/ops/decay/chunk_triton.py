@@ -19,8 +19,12 @@ TILES: dict[tuple[int, int], Tile] = {
     (4, 256): Tile(16, 64, 4, 1),
 }
 """By the bytes of an operand (float16 is read as four: `operand`) and padded K, for a decay per head. Replace an entry to try another."""
-CHANNEL_TILE = Tile(16, 64, 4, 1)
-"""For a decay per channel. Chunks of 32 are a fifth faster (docs/kernels.md), and wait for their tests on a card."""
+CHANNEL_TILES: dict[tuple[int, int], Tile] = {
+    **{(2, size): Tile(32, 64, 4, 1) for size in (16, 32, 64, 128)},
+    (2, 256): Tile(16, 64, 4, 1),
+    **{(4, size): Tile(16, 64, 4, 1) for size in (16, 32, 64, 128, 256)},
+}
+"""The same for a decay per channel."""
 SMALL_TILE = Tile(16, 64, 4, 1)
 """Fits 99 KB of shared memory, as consumer cards need, for every K and operand but float32 with K = 256."""
 
@@ -48,8 +52,8 @@ def chunk_decay_triton(
         None if x is None else x.float().contiguous() for x in (coef.log_decay, coef.key_scale, coef.value_scale, coef.query_scale)
     )
     if tile is None:
-        per_channel = g is not None and g.dim() == 4
-        tile = CHANNEL_TILE if per_channel else TILES[operand(q.dtype, k.dtype, v.dtype)[0].itemsize, padded(k.shape[3])]
+        table = CHANNEL_TILES if g is not None and g.dim() == 4 else TILES
+        tile = table[operand(q.dtype, k.dtype, v.dtype)[0].itemsize, padded(k.shape[3])]
     state = None if state is None else state.float()
     o, final, _, _ = decay_forward(q, k, v, g, qs, ks, vs, state, cu_seqlens, scale, list(tile))
     return o, final
