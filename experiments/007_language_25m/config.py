@@ -151,12 +151,17 @@ def _measured(folder: Path, name: str) -> Row:
 
 def _best(rows: list[Row]) -> dict[str, float]:
     """The rate of each: with the fewest bits on the validation text after a short run."""
+    chosen = {label: min(bits, key=lambda rate: bits[rate]) for label, bits in _bits_by_rate(rows).items()}
+    return chosen | {label: chosen[other] for label, other in RATE_OF.items() if other in chosen}
+
+
+def _bits_by_rate(rows: list[Row]) -> dict[str, dict[float, float]]:
+    """Of the short runs of each mixer."""
     found: dict[str, dict[float, float]] = {}
     for row in rows:
         if row["kind"] == "rate":
             found.setdefault(row["label"], {})[row["learning_rate"]] = row["bits_per_byte"]["value"]
-    chosen = {label: min(bits, key=lambda rate: bits[rate]) for label, bits in found.items()}
-    return chosen | {label: chosen[other] for label, other in RATE_OF.items() if other in chosen}
+    return found
 
 
 def _runs(rows: list[Row]) -> dict[str, dict[int, Row]]:
@@ -181,13 +186,16 @@ def _differences(rows: list[Row], label: str) -> list[str]:
 
 
 def answer(rows: list[Row]) -> str:
+    if not _runs(rows):
+        found = [f"{label} {min(bits.values()):.3f}" for label, bits in _bits_by_rate(rows).items()]
+        return f"so far the short runs: bits per byte after {SHORT_STEPS} steps, each at the best of its rates: {', '.join(found)}"
     found = [(label, _differences(rows, label)) for label in MIXERS if label in BESIDE]
     parts = [f"{label} − {BESIDE[label]} {' and '.join(by_seed)}" for label, by_seed in found if by_seed]
     return f"bits per byte on held-out text, a number a seed, each at the best of its rates: {', '.join(parts)}"
 
 
 def table(rows: list[Row]) -> str:
-    return "\n".join([*_main_table(rows), "", *_rate_table(rows), ""])
+    return "\n".join([*(_main_table(rows) if _runs(rows) else []), "", *_rate_table(rows), ""])
 
 
 def _main_table(rows: list[Row]) -> list[str]:
@@ -219,10 +227,11 @@ def _needle(name: str) -> str:
 
 
 def _rate_table(rows: list[Row]) -> list[str]:
-    rates, best = sorted({row["learning_rate"] for row in rows if row["kind"] == "rate"}), _best(rows)
+    by_rate, best = _bits_by_rate(rows), _best(rows)
+    rates = sorted({rate for bits in by_rate.values() for rate in bits})
     lines = [f"| bits per byte after {SHORT_STEPS} steps | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
     for label in MIXERS:
-        found = {row["learning_rate"]: row["bits_per_byte"]["value"] for row in rows if row["kind"] == "rate" and row["label"] == label}
+        found = by_rate.get(label, {})
         cells = [f"{found[rate]:.4f}" if rate in found else "" for rate in rates]
         if found:
             cells[rates.index(best[label])] = f"**{cells[rates.index(best[label])]}**"
@@ -231,6 +240,10 @@ def _rate_table(rows: list[Row]) -> list[str]:
 
 
 def figure(rows: list[Row]) -> str:
+    if not _runs(rows):
+        lines = [Curve(label, sorted(bits), [bits[rate] for rate in sorted(bits)]) for label, bits in _bits_by_rate(rows).items()]
+        names = {"x_label": "learning rate", "y_label": f"bits per byte after {SHORT_STEPS} steps"}
+        return str(curves(lines, **names, log_x=True, markers=True, description="Bits per byte by learning rate, a line a mixer."))
     lines = []
     for label, seeds in _runs(rows).items():
         points = seeds[min(seeds)]["curves"].get(TEXTS["books"], [])

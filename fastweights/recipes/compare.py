@@ -19,7 +19,7 @@ from fastweights.evaluate.perplexity import choose_stretches
 from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.recipes.folder import alone_in
 from fastweights.recipes.job import Job, Text
-from fastweights.recipes.pool import cores, run_jobs
+from fastweights.recipes.pool import cores, run_jobs, threads_of
 from fastweights.recipes.settings import CompareSettings, Variant
 from fastweights.recipes.summary import summarise
 from fastweights.records import append_rows, provenance, rows_by_run
@@ -150,7 +150,7 @@ def _run_plan(plan: Plan, console: Console) -> dict[str, Any]:
     finished = rows_by_run(rows_file)
     to_do = [job for job in jobs if job.key not in finished]
     processes = settings.processes or (1 if jobs[0].device == "cuda" else min(len(to_do), cores()))
-    threads = max(1, cores() // max(1, processes))
+    threads = threads_of(jobs[0].device, processes)
     _print_plan(plan, len(jobs) - len(to_do), console)
 
     try:

@@ -320,6 +320,12 @@ def _lines(name: str, console: Console) -> Report:
     return report
 
 
+def threads_of(device: str, processes: int) -> int:
+    """Threads of one of so many processes: its share of the cores. On a GPU one: each copy of a batch would wake all others of OpenMP,
+    and these keep every core busy with waiting for the next, which slows all else on the machine."""
+    return 1 if device.startswith("cuda") else max(1, cores() // max(1, processes))
+
+
 def cores() -> int:
     """Cores this process may use: those that torch found, or was told of by OMP_NUM_THREADS."""
     return torch.get_num_threads()

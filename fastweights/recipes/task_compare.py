@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fastweights.recipes.errors import CannotDo
 from fastweights.recipes.folder import alone_in
-from fastweights.recipes.pool import cores, run_jobs
+from fastweights.recipes.pool import cores, run_jobs, threads_of
 from fastweights.recipes.task_job import TaskJob
 from fastweights.recipes.task_settings import TaskCompareSettings
 from fastweights.recipes.task_standings import best_rates, standings
@@ -124,7 +124,7 @@ def _do(settings: TaskCompareSettings, jobs: Sequence[TaskJob], rows: dict[str, 
     on_cpu = to_do[0].device == "cpu"
     processes = settings.processes or (min(len(to_do), cores()) if on_cpu and settings.at_once <= 1 else 1)
     minutes = None if ends is None else (ends - time.monotonic()) / 60
-    threads = max(1, cores() // processes)
+    threads = threads_of(to_do[0].device, processes)
     run_jobs(to_do, processes=processes, threads=threads, console=console, on_row=on_row, at_once=to_do[0].at_once, minutes=minutes)
 
 

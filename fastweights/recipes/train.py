@@ -22,7 +22,7 @@ from fastweights.models import FastWeightsConfig, FastWeightsForCausalLM
 from fastweights.models.loading import load_config, load_whole
 from fastweights.recipes.folder import alone_in
 from fastweights.recipes.job import Text, measure, sample
-from fastweights.recipes.pool import Report, cores, run_jobs
+from fastweights.recipes.pool import Report, run_jobs, threads_of
 from fastweights.recipes.settings import Variant
 from fastweights.recipes.train_card import model_card
 from fastweights.recipes.train_settings import TrainingRun, determining, flat
@@ -138,7 +138,7 @@ def _run_training(job: TrainingJob, console: Console) -> dict[str, Any]:
         _write_settings(job)
     rows: list[dict[str, Any]] = []
     try:
-        run_jobs([job], processes=1, threads=cores(), console=console, on_row=rows.append)
+        run_jobs([job], processes=1, threads=threads_of(job.device, 1), console=console, on_row=rows.append)
     except KeyboardInterrupt:
         console.print(f"Interrupted; {folder} holds a checkpoint. The same command goes on from there.", highlight=False)
         raise

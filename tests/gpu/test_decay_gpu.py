@@ -48,7 +48,12 @@ def test_decays_per_channel(entry, chunk, segment, gates):
     """Mild ones, which go through products of whole chunks, and such of which some chunks go channel by channel."""
     bytes_, K = entry
     problem = on_card(make(Case(T=300, K=K, V=192, heads=(1, 2), rows="packed", dtype=DTYPES[bytes_], decay=gates, beta=None)))
-    check(partial(chunk_decay_triton, tile=CHANNEL_TILES[entry]._replace(chunk=chunk, segment=segment)), problem)
+    form = partial(chunk_decay_triton, tile=CHANNEL_TILES[entry]._replace(chunk=chunk, segment=segment))
+    if (entry, chunk) == ((4, 256), 32):  # the gradient of v was wrong there: 4 warps, blocks of 64 columns, one stage
+        with pytest.raises(ValueError, match="take 16"):
+            form(problem.q, problem.k, problem.v, problem.coef)
+    else:
+        check(form, problem)
 
 
 @pytest.mark.parametrize("gates", ["model", "channel"])

@@ -248,6 +248,12 @@ def test_step_refuses_a_state_it_cannot_write():
         decay_step_triton_(x.q, x.k, x.v, x.coef, x.state.mT)
 
 
+def test_a_tile_that_is_compiled_wrongly_is_refused():
+    x = make(Case(T=20, K=256, V=16, heads=(1, 1), decay="channel", beta=None))
+    with pytest.raises(ValueError, match="chunks of 32 at K=256 in float32"):
+        chunk_decay_triton(x.q, x.k, x.v, x.coef, tile=Tile(32, 64, 4, 1))
+
+
 def test_dispatch_reaches_the_kernels():
     x = make(Case(T=20, K=16, V=16, heads=(1, 1), beta=None))
     assert explain("decay", x.q, x.k, x.v, x.coef, backend="triton") == "decay: chunk form, triton backend: asked for"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fastweights.recipes import pool
 from fastweights.recipes.errors import CannotDo
-from fastweights.recipes.pool import run_jobs
+from fastweights.recipes.pool import cores, run_jobs, threads_of
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,9 @@ def test_a_run_whose_process_is_killed_is_named():
     with pytest.raises(CannotDo, match=r"^greedy: its process died by SIGKILL; .* Finished runs .* are kept, and the same command goes on"):
         run_jobs(jobs, processes=3, threads=1, console=Console(file=io.StringIO()), on_row=rows.append)
     assert {"name": "quick"} in rows
+
+
+def test_threads_of_a_process():
+    """A GPU's host waits with one thread; on a CPU the cores are shared out, and every process has one."""
+    assert threads_of("cuda", 1) == threads_of("cuda:3", 1) == threads_of("cuda", 4) == 1
+    assert threads_of("cpu", 1) == cores() and threads_of("cpu", cores()) == threads_of("cpu", 1000) == 1

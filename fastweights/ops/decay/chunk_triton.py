@@ -47,13 +47,21 @@ def chunk_decay_triton(
     cu_seqlens: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_decay`, with kernels: ``o [B, T, Hv, V]`` in v's dtype and ``S [R, Hv, K, V]`` float32. ``tile`` replaces the table."""
+    """As `reference_decay`, with kernels: ``o [B, T, Hv, V]`` in v's dtype and ``S [R, Hv, K, V]`` float32. ``tile`` replaces the table.
+
+    Raises:
+        ValueError: a tile that is known to give wrong numbers.
+    """
     g, ks, vs, qs = (
         None if x is None else x.float().contiguous() for x in (coef.log_decay, coef.key_scale, coef.value_scale, coef.query_scale)
     )
-    if tile is None:
-        table = CHANNEL_TILES if g is not None and g.dim() == 4 else TILES
-        tile = table[operand(q.dtype, k.dtype, v.dtype)[0].itemsize, padded(k.shape[3])]
+    per_channel = g is not None and g.dim() == 4
+    entry = operand(q.dtype, k.dtype, v.dtype)[0].itemsize, padded(k.shape[3])
+    tile = tile or (CHANNEL_TILES if per_channel else TILES)[entry]
+    if per_channel and entry == (4, 256) and tile.chunk > 16:
+        raise ValueError(
+            f"chunks of {tile.chunk} at K=256 in float32 with a decay per channel: Triton 3.6 compiles them to wrong gradients; take 16"
+        )
     state = None if state is None else state.float()
     o, final, _, _ = decay_forward(q, k, v, g, qs, ks, vs, state, cu_seqlens, scale, list(tile))
     return o, final
