@@ -57,7 +57,7 @@ SETTING = (
     "--validation-tokens 524288 --longest 1 --length-tokens 4096 --sample-tokens 0 --no-tensorboard"
 )
 PRECISION, COMPILE = "--precision bf16", "--compile"
-"""Compiled but for the transformer, whose attention goes document by document: it would be compiled anew for every number of them."""
+"""Compiled but for the transformer, whose attention was compiled anew for every number of documents when this was written."""
 TEXTS = {"books": "curve_english", "meetings": "curve_qmsum", "code": "curve_python"}
 LENGTHS = tuple(1024 * 2**n for n in range(7))
 NEEDLES = ("niah_single_1_1024", "niah_single_1_2048", "niah_single_1_4096", "niah_single_2_1024")

@@ -79,7 +79,8 @@ class SoftmaxAttention(nn.Module):
         if cu_seqlens is None:
             o, keys, values, key_place = self._attend(q, k, v, position, state)
         else:
-            o, keys, values, key_place = self._attend_documents(q, k, v, position, state, cu_seqlens.tolist())
+            attend = self._attend_new_documents if state is None else self._attend_documents
+            o, keys, values, key_place = attend(q, k, v, position, state, cu_seqlens)
         return self.out_proj(o.flatten(-2)), SoftmaxState(keys, values, key_place, place)
 
     @torch.no_grad()
@@ -121,15 +122,41 @@ class SoftmaxAttention(nn.Module):
         visible = (distance >= 0) & (key_place != EMPTY).unsqueeze(-2)
         return visible if self.window_size is None else visible & (distance < self.window_size)
 
-    def _attend_documents(self, q, k, v, position, state: SoftmaxState | None, bounds: list[int]) -> tuple[Tensor, ...]:
-        """Each document by itself. A loop: no document pays for the length of another, and each takes the fast causal path."""
+    @torch.compiler.disable  # how long documents are is known on the host alone, and differs with every call
+    def _attend_new_documents(self, q, k, v, position, state: None, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+        """Documents without a past. Those of about one length go together, padded behind, where no token of theirs looks."""
+        bounds = cu_seqlens.tolist()
+        groups, tokens, back = _by_length(bounds)
+        tokens, back = tokens.to(q.device), back.to(q.device)
+        outputs = [q.new_empty(0, self.num_heads, self.head_dim)]
+        for (documents, length), members in zip(groups, tokens.split([n * m for n, m in groups]), strict=True):
+            Q, K, V = (t[0].index_select(0, members).unflatten(0, (documents, length)).transpose(1, 2) for t in (q, k, v))
+            place = torch.arange(length, device=q.device).unsqueeze(0)
+            mask = None if self.window_size is None else self._visible(place, place).unsqueeze(1)
+            o = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask, is_causal=mask is None)
+            outputs.append(o.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, back).unsqueeze(0), *self._last_of_each(k, v, position, bounds)
+
+    def _last_of_each(self, k, v, position, bounds: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys, values and places that later tokens of each document may see, in as many slots as the longest needs."""
+        start, end = (torch.tensor(side, device=k.device).unsqueeze(1) for side in (bounds[:-1], bounds[1:]))
+        slots = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
+        slots = slots if self.window_size is None else min(slots, self.window_size - 1)
+        token = end - slots + torch.arange(slots, device=k.device)
+        filled = token >= start
+        of = token.clamp(min=0).flatten()
+        keys, values = (t[0].index_select(0, of).unflatten(0, token.shape) for t in (k, v))
+        empty = ~filled[..., None, None]
+        return keys.masked_fill(empty, 0), values.masked_fill(empty, 0), torch.where(filled, position[0, of].view_as(token), EMPTY)
+
+    @torch.compiler.disable
+    def _attend_documents(self, q, k, v, position, state: SoftmaxState, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+        """Each document by itself, after its row of the state: a loop, as each looks back on another number of keys."""
         outputs, kept = [], []
-        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
-            past = None
-            if state is not None:
-                filled = state.key_place[row] != EMPTY
-                keys, values, key_place = (t[row, filled].unsqueeze(0) for t in state[:3])
-                past = SoftmaxState(keys, values, key_place, state.place[row : row + 1])
+        for row, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+            filled = state.key_place[row] != EMPTY
+            keys, values, key_place = (t[row, filled].unsqueeze(0) for t in state[:3])
+            past = SoftmaxState(keys, values, key_place, state.place[row : row + 1])
             o, *tail = self._attend(q[:, start:end], k[:, start:end], v[:, start:end], position[:, start:end], past)
             outputs.append(o)
             kept.append(tail)
@@ -142,6 +169,27 @@ class SoftmaxAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, H={self.num_heads}, window_size={self.window_size}, rope_theta={self.rope_theta}"
+
+
+def _by_length(bounds: list[int]) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+    """Documents in groups, the longest less than twice the shortest: (documents, tokens of the longest) of each group; which token of
+    the pack stands where in the groups, one after another (behind a document its last again); and where there each token of the pack is.
+    """
+    classes: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            classes.setdefault((end - start).bit_length(), []).append((start, end - start))
+    groups, tokens, back, before = list[tuple[int, int]](), list[Tensor](), torch.empty(bounds[-1], dtype=torch.int64), 0
+    for members in classes.values():
+        start, length = torch.tensor(members).T.unsqueeze(2)
+        groups.append((len(members), int(length.max())))
+        step = torch.arange(groups[-1][1])
+        token = start + torch.minimum(step, length - 1)
+        inside = step < length
+        back[token[inside]] = before + torch.arange(token.numel()).view_as(token)[inside]
+        tokens.append(token.flatten())
+        before += token.numel()
+    return groups, torch.cat([torch.empty(0, dtype=torch.int64), *tokens]), back
 
 
 def _pad_left(x: Tensor, slots: int, fill: int) -> Tensor:

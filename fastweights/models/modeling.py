@@ -136,7 +136,9 @@ class FastWeightsModel(FastWeightsPreTrainedModel):
         for i, block in enumerate(self.layers):
             if keep:
                 hidden_states.append(x)
-            x, states[i] = block(x, state=states[i], cu_seqlens=bounds)
+            x, state = block(x, state=states[i], cu_seqlens=bounds)
+            if cache is not None:  # without, each is given up before the next comes: softmax's are as large as its keys
+                states[i] = state
         hidden_states.append(self.norm(x))
         if cache is not None:
             cache.states = states

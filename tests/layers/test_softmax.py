@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastweights.layers import SoftmaxAttention
+from fastweights.layers.softmax import _by_length
 from tests.layers.mixers import D, H, build_softmax, close, tensors_of
 
 T, K = 24, D // H
@@ -82,6 +83,32 @@ def test_packed_documents_are_the_documents_apart(window):
     y, states = layer(x, state=states)
     close(y, torch.cat([layer(x[i : i + 1], state=apart[i])[0] for i in range(4)]))
     assert states.place.tolist() == [11, 5, 4, 13]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(0, 21), min_size=1, max_size=9))
+def test_new_documents_in_groups_are_each_by_itself(window, lengths):
+    """Outputs, gradients and what is kept, against the loop that takes over where there is a past."""
+    layer, bounds = build_softmax(window_size=window).double(), torch.tensor([0, *itertools.accumulate(lengths)])
+    x = hidden(tokens=sum(lengths)).requires_grad_()
+    nothing = layer.initial_state(len(lengths), dtype=torch.float64)
+    (y, state), (z, state_z) = (layer(x, state=past, cu_seqlens=bounds) for past in (None, nothing))
+    close(y, z)
+    for mine, other in zip(state, state_z, strict=True):
+        close(mine.double(), other.double())
+    leaves = [x, *layer.parameters()]
+    total, total_z = (o.square().sum() + kept.keys.square().sum() + kept.values.sum() for o, kept in ((y, state), (z, state_z)))
+    for mine, other in zip(*(torch.autograd.grad(t, leaves) for t in (total, total_z)), strict=True):
+        close(mine, other)
+
+
+def test_groups_waste_less_than_half():
+    lengths = [3, 0, 700, 1, 512, 1023, 4, 2, 7, 0]
+    groups, tokens, back = _by_length([0, *itertools.accumulate(lengths)])
+    assert sorted(groups) == [(1, 1), (2, 3), (2, 7), (3, 1023)]
+    assert torch.equal(tokens[back], torch.arange(sum(lengths)))  # each token stands where it is looked for
+    assert len(tokens) == sum(n * longest for n, longest in groups) < 2 * sum(lengths)
 
 
 def test_changing_one_document_changes_no_bit_of_another():

@@ -274,3 +274,26 @@ def test_compiled_without_graph_breaks(kind, backend):
     value = compiled(ids, labels=ids).loss
     torch.testing.assert_close(value, eager)
     assert_same_gradients(gradients(model, value), expected)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own, about this machine
+def test_softmax_is_compiled_once_for_any_documents():
+    """Their number and lengths differ from batch to batch: what depends on them is left out of the graphs."""
+    from torch._dynamo.utils import counters
+
+    model = tiny_model(mixer="softmax").train()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    ids, made = tokens(1, 40), []
+    for bounds in ([0, 3, 40], [0, 10, 12, 12, 40], [0, 20, 40], [0, *range(4, 40), 40]):  # one alone would be a case of its own
+        cu_seqlens = torch.tensor(bounds)
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        value = model(ids, labels=ids, cu_seqlens=cu_seqlens).loss
+        found = gradients(model, value)
+        made.append(counters["stats"]["unique_graphs"])
+        with torch.compiler.set_stance("force_eager"):
+            eager = model(ids, labels=ids, cu_seqlens=cu_seqlens).loss
+            assert_same_gradients(found, gradients(model, eager))
+        torch.testing.assert_close(value, eager)
+    assert made[0] and made[-1] == made[1], made
