@@ -118,7 +118,8 @@ def equal_parameters(
     for variant in variants:
         exact = width + (most - counts[variant.label]) / unit
         aligned = ALIGNED * round(exact / ALIGNED)
-        wider = config(variant, aligned if abs(aligned - exact) * unit <= WORTH * most else round(exact))
+        fits = exact > width and aligned >= max(1, width) and abs(aligned - exact) * unit <= WORTH * most
+        wider = config(variant, aligned if fits else round(exact))
         parameters = count_parameters(wider)
         if abs(parameters - most) > TOLERANCE * most:
             raise ValueError(f"{variant.label} cannot have {most:,} parameters, only {parameters:,}: take a larger size")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastweights.layers import SoftmaxAttention
-from fastweights.layers.softmax import _by_length
+from fastweights.layers.softmax import MOST, _by_length
 from tests.layers.mixers import D, H, build_softmax, close, tensors_of
 
 T, K = 24, D // H
@@ -106,9 +106,16 @@ def test_new_documents_in_groups_are_each_by_itself(window, lengths):
 def test_groups_waste_less_than_half():
     lengths = [3, 0, 700, 1, 512, 1023, 4, 2, 7, 0]
     groups, tokens, back = _by_length([0, *itertools.accumulate(lengths)])
-    assert sorted(groups) == [(1, 1), (2, 3), (2, 7), (3, 1023)]
+    assert sorted(groups) == [(1, 1), (1, 512), (1, 700), (1, 1023), (2, 3), (2, 7)]
     assert torch.equal(tokens[back], torch.arange(sum(lengths)))  # each token stands where it is looked for
     assert len(tokens) == sum(n * longest for n, longest in groups) < 2 * sum(lengths)
+    long, *_ = _by_length([0, *itertools.accumulate(range(64, 2048, 7))])
+    assert sum(n * longest**2 for n, longest in long) < 1.4 * sum(length**2 for length in range(64, 2048, 7))
+
+
+def test_so_many_documents_are_not_one_batch():
+    groups, tokens, back = _by_length(list(range(70_001)))
+    assert groups == [(MOST, 1), (MOST, 1), (70_000 - 2 * MOST, 1)] and torch.equal(tokens[back], torch.arange(70_000))
 
 
 def test_changing_one_document_changes_no_bit_of_another():

@@ -250,7 +250,7 @@ def test_step_refuses_a_state_it_cannot_write():
 
 def test_a_tile_that_is_compiled_wrongly_is_refused():
     x = make(Case(T=20, K=256, V=16, heads=(1, 1), decay="channel", beta=None))
-    with pytest.raises(ValueError, match="chunks of 32 at K=256 in float32"):
+    with pytest.raises(ValueError, match="at K=256 in float32 with a decay per channel"):
         chunk_decay_triton(x.q, x.k, x.v, x.coef, tile=Tile(32, 64, 4, 1))
 
 

@@ -186,6 +186,10 @@ def test_widths_are_aligned_where_it_costs_little():
         apart[name] = max(count for _, count in matched) / min(count for _, count in matched) - 1
     assert all(width % 8 == 0 for width in widths["25m"]) and len(set(widths["25m"])) > 2
     assert any(width % 8 for width in widths["0.3m"])
+    for given in (0, 1, 4, 1700):  # never narrower than was asked for, and the largest is as it was asked for
+        size = dataclasses.replace(SIZES["25m"], intermediate_size=given)
+        found = [config["intermediate_size"] for config, _ in equal_parameters(labels, size, 32_000, {}).values()]
+        assert min(found) == given and sum(width == given for width in found) == 1, found
     assert apart["25m"] < 2e-3 and apart["0.3m"] < 2e-3
 
 

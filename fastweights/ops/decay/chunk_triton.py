@@ -58,9 +58,9 @@ def chunk_decay_triton(
     per_channel = g is not None and g.dim() == 4
     entry = operand(q.dtype, k.dtype, v.dtype)[0].itemsize, padded(k.shape[3])
     tile = tile or (CHANNEL_TILES if per_channel else TILES)[entry]
-    if per_channel and entry == (4, 256) and tile.chunk > 16:
+    if per_channel and entry == (4, 256) and tuple(tile[:4]) == (32, 64, 4, 1):
         raise ValueError(
-            f"chunks of {tile.chunk} at K=256 in float32 with a decay per channel: Triton 3.6 compiles them to wrong gradients; take 16"
+            f"{tile} at K=256 in float32 with a decay per channel: Triton 3.6 compiles it to wrong gradients; take chunks of 16"
         )
     state = None if state is None else state.float()
     o, final, _, _ = decay_forward(q, k, v, g, qs, ks, vs, state, cu_seqlens, scale, list(tile))
