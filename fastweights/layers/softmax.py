@@ -8,6 +8,7 @@ Sources: Vaswani et al. (arXiv 1706.03762); rotary positions: Su et al., RoForme
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,9 @@ class SoftmaxAttention(nn.Module):
         if cu_seqlens is None:
             o, keys, values, key_place = self._attend(q, k, v, position, state)
         else:
-            attend = self._attend_new_documents if state is None else self._attend_documents
+            attend: Callable[..., tuple[Tensor, ...]] = self._attend_new_documents if state is None else self._attend_documents
+            if torch.compiler.is_compiling():  # lengths differ from call to call; as a decorator it would import torch._dynamo for all
+                attend = torch.compiler.disable(attend)
             o, keys, values, key_place = attend(q, k, v, position, state, cu_seqlens)
         return self.out_proj(o.flatten(-2)), SoftmaxState(keys, values, key_place, place)
 
@@ -124,7 +127,6 @@ class SoftmaxAttention(nn.Module):
         visible = (distance >= 0) & (key_place != EMPTY).unsqueeze(-2)
         return visible if self.window_size is None else visible & (distance < self.window_size)
 
-    @torch.compiler.disable  # how long documents are is known on the host alone, and differs with every call
     def _attend_new_documents(self, q, k, v, position, state: None, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
         """Documents without a past. Those of about one length go together, padded behind, where no token of theirs looks."""
         bounds = cu_seqlens.tolist()
@@ -156,7 +158,6 @@ class SoftmaxAttention(nn.Module):
 
         return spread(k, 0), spread(v, 0), spread(position, EMPTY)
 
-    @torch.compiler.disable
     def _attend_documents(self, q, k, v, position, state: SoftmaxState, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
         """Each document by itself, after its row of the state: a loop, as each looks back on another number of keys."""
         outputs, kept = [], []
