@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.layers.place import check_hidden, positions
+from fastweights.layers.softmax_documents import layout
 from fastweights.notation import CuSeqlens, Hidden
 
 EMPTY = -1
-MOST = 32_768
-"""Documents of one call of attention: as rows of a batch they are blocks of a launch, of which CUDA allows 65,535."""
 
 
 class SoftmaxState(NamedTuple):
@@ -129,34 +128,16 @@ class SoftmaxAttention(nn.Module):
 
     def _attend_new_documents(self, q, k, v, position, state: None, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
         """Documents without a past. Those of about one length go together, padded behind, where no token of theirs looks."""
-        bounds = cu_seqlens.tolist()
-        groups, tokens, back = _by_length(bounds)
-        tokens, back = tokens.to(q.device), back.to(q.device)
+        lie = layout(cu_seqlens, None if self.window_size is None else self.window_size - 1, q.device)
         outputs = [q.new_empty(0, self.num_heads, self.head_dim)]
-        for (documents, length), members in zip(groups, tokens.split([n * m for n, m in groups]), strict=True):
+        for (documents, length), members in zip(lie.groups, lie.tokens.split([n * m for n, m in lie.groups]), strict=True):
             Q, K, V = (t[0].index_select(0, members).unflatten(0, (documents, length)).transpose(1, 2) for t in (q, k, v))
             place = torch.arange(length, device=q.device).unsqueeze(0)
             mask = None if self.window_size is None else self._visible(place, place).unsqueeze(1)
             o = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask, is_causal=mask is None)
             outputs.append(o.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, back).unsqueeze(0), *self._last_of_each(k, v, position, bounds)
-
-    def _last_of_each(self, k, v, position, bounds: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys, values and places that later tokens of each document may see, in as many slots as the longest needs."""
-        end = torch.tensor(bounds[1:], dtype=torch.int64, device="cpu")
-        length = torch.tensor(bounds, device="cpu").diff()
-        kept = length if self.window_size is None else length.clamp(max=self.window_size - 1)
-        slots = int(kept.max())
-        row = torch.arange(len(kept), device="cpu").repeat_interleave(kept)
-        left = (kept.cumsum(0)[row] - torch.arange(len(row), device="cpu")).to(k.device)  # tokens to the end of the document
-        row, token = row.to(k.device), end[row].to(k.device) - left
-        slot = (row + 1) * slots - left
-
-        def spread(x: Tensor, fill: int) -> Tensor:
-            room = x.new_full((len(kept) * slots, *x.shape[2:]), fill)
-            return room.index_copy_(0, slot, x[0].index_select(0, token)).unflatten(0, (len(kept), slots))
-
-        return spread(k, 0), spread(v, 0), spread(position, EMPTY)
+        o = torch.cat(outputs).index_select(0, lie.back).unsqueeze(0)
+        return o, lie.spread(k, 0), lie.spread(v, 0), lie.spread(position, EMPTY)
 
     def _attend_documents(self, q, k, v, position, state: SoftmaxState, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
         """Each document by itself, after its row of the state: a loop, as each looks back on another number of keys."""
@@ -177,30 +158,6 @@ class SoftmaxAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, H={self.num_heads}, window_size={self.window_size}, rope_theta={self.rope_theta}"
-
-
-def _by_length(bounds: list[int]) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
-    """Documents in groups of like length: the longest less than twice the shortest, from 64 tokens on less than 5/4 of it.
-
-    Returns (documents, tokens of the longest) of each group; which token of the pack stands where in the groups, one after another (behind
-    a document its last again); and where there each token of the pack is. All on the CPU.
-    """
-    classes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(bounds):
-        if (length := end - start) > 0:
-            bits = length.bit_length()
-            quarter = length >> (bits - 3) if bits > 6 else 0
-            classes.setdefault((bits, quarter), []).append((start, length))
-    groups, tokens, back, before = list[tuple[int, int]](), list[Tensor](), torch.empty(bounds[-1], dtype=torch.int64, device="cpu"), 0
-    for members in (one[i : i + MOST] for one in classes.values() for i in range(0, len(one), MOST)):
-        start, length = torch.tensor(members, device="cpu").T.unsqueeze(2)
-        groups.append((len(members), int(length.max())))
-        step = torch.arange(groups[-1][1], device="cpu")
-        token, inside = start + torch.minimum(step, length - 1), step < length
-        back[token[inside]] = before + torch.arange(token.numel(), device="cpu").view_as(token)[inside]
-        tokens.append(token.flatten())
-        before += token.numel()
-    return groups, torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *tokens]), back
 
 
 def _pad_left(x: Tensor, slots: int, fill: int) -> Tensor:

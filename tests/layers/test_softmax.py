@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastweights.layers import SoftmaxAttention
-from fastweights.layers.softmax import MOST, _by_length
+from fastweights.layers.softmax_documents import MOST, _by_length, layout
 from tests.layers.mixers import D, H, build_softmax, close, tensors_of
 
 T, K = 24, D // H
@@ -116,6 +116,25 @@ def test_groups_waste_less_than_half():
 def test_so_many_documents_are_not_one_batch():
     groups, tokens, back = _by_length(list(range(70_001)))
     assert groups == [(MOST, 1), (MOST, 1), (70_000 - 2 * MOST, 1)] and torch.equal(tokens[back], torch.arange(70_000))
+
+
+def test_layers_share_what_the_lengths_say_until_they_change():
+    bounds, here = torch.tensor([0, 3, 10]), torch.device("cpu")
+    one = layout(bounds, None, here)
+    assert layout(bounds, None, here) is one and one.slots == 7
+    assert layout(bounds, 4, here).slots == 4 and layout(bounds.clone(), None, here) is not one
+    bounds[1] = 5
+    assert layout(bounds, None, here).slots == 5
+
+
+def test_what_was_found_without_gradients_serves_training():
+    layer, bounds, x = build_softmax(), torch.tensor([0, 11, T]), hidden(dtype=torch.float32)
+    with torch.inference_mode():
+        y = layer(x, cu_seqlens=bounds)[0]
+        assert torch.equal(layer(x, cu_seqlens=bounds.clone())[0], y)
+    z = layer(x.requires_grad_(), cu_seqlens=bounds)[0]
+    z.sum().backward()
+    assert torch.equal(y, z) and x.grad is not None
 
 
 def test_changing_one_document_changes_no_bit_of_another():
