@@ -45,6 +45,8 @@ BESIDE = {
 BESIDE |= {"gla": "gdn", "gdn+ccq-learned": "gdn+ccq", "kla+ccq-learned": "kla+ccq", "gla+ccq-learned": "gla+ccq"}
 """Which run each is measured against, at the same seed: they read the same windows in the same order."""
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+RATES_OF: dict[str, tuple[float, ...]] = {}
+"""Of mixers that are tried at other rates than RATES."""
 SHAPE = ModelSize(hidden_size=384, num_hidden_layers=6, num_heads=6, intermediate_size=1024)
 PIECES = 32_000
 BATCH, STEPS, SHORT_STEPS = 16 * 4096, 916, 100
@@ -69,13 +71,12 @@ Row = dict[str, Any]
 
 def run(lab: Any) -> None:
     widths = _widths()
-    short = [(label, rate) for label in MIXERS if label not in RATE_OF for rate in RATES]
     # One that diverges gives no result, which says that its rate is too high.
-    lab.together([[_training(_short(label, rate), widths, label, rate, SHORT_STEPS, 0)] for label, rate in short], LANES)
+    lab.together([[_training(_short(label, rate), widths, label, rate, SHORT_STEPS, 0)] for label, rate in _tried()], LANES)
     best = _best(_rates(lab.folder))
     chains = []
     for label, seed in RUNS:
-        name = _long(label, seed)
+        name = _long(label, seed, best[label])
         chain = [_training(name, widths, label, best[label], STEPS, seed), (f"{name}-measured", _measuring(lab, name, MEASURE))]
         chains.append([*chain, (f"{name}-found", _measuring(lab, name, FIND))] if seed == 0 else chain)
     failed = lab.together(chains, LANES)
@@ -101,31 +102,39 @@ def _measuring(lab: Any, name: str, tasks: str) -> str:
     return f"eval {lab.place(name)}/model --suite offline --data $FASTWEIGHTS_DATA --batch-size 64 {tasks}"
 
 
+def _tried() -> list[tuple[str, float]]:
+    """The rates that each mixer's own is chosen from."""
+    return [(label, rate) for label in MIXERS if label not in RATE_OF for rate in RATES_OF.get(label, RATES)]
+
+
 def _short(label: str, rate: float) -> str:
     return f"rate-{rate:g}-{label}"
 
 
-def _long(label: str, seed: int) -> str:
+def _long(label: str, seed: int, rate: float | None) -> str:
+    """The rate is for experiments that have several whole trainings of a label and seed."""
     return f"{label}-seed{seed}"
 
 
 def rows(folder: Path) -> list[Row]:
     kept = _rates(folder)
+    best = _best(kept)
     for label, seed in RUNS:
-        result = folder / _long(label, seed) / "result.json"
+        name = _long(label, seed, best.get(label))
+        result = folder / name / "result.json"
         if result.exists():
             last = read_rows(result.parent / "metrics.jsonl")[-1]
             gates = {name: round(value, 5) for name, value in last.items() if "/" in name}
             found = json.loads(result.read_text())
             documents = [[round(bits, 1), round(size, 1)] for bits, size in found["validation"]["per_document"]]
             more = {"training": found["training"], "gates": gates, "documents": documents}
-            kept.append(_of_training("language", label, result) | more | _measured(folder, _long(label, seed)))
+            kept.append(_of_training("language", label, result) | more | _measured(folder, name))
     return kept
 
 
 def _rates(folder: Path) -> list[Row]:
     """The short runs that came to their end."""
-    found = [(label, folder / _short(label, rate) / "result.json") for label in MIXERS for rate in RATES]
+    found = [(label, folder / _short(label, rate) / "result.json") for label, rate in _tried()]
     return [_of_training("rate", label, result) for label, result in found if result.exists()]
 
 
@@ -174,14 +183,17 @@ def _runs(rows: list[Row]) -> dict[str, dict[int, Row]]:
 
 
 def _differences(rows: list[Row], label: str) -> list[str]:
-    """In bits per byte on the validation text, to the run beside, by seed; with half of the 95 % interval over the same documents."""
+    """In bits per byte on the validation text, to the run beside, by seed; with half of the 95 % interval over the same documents,
+    and the rates where they differ."""
     runs = _runs(rows)
     mine, other = runs.get(label, {}), runs.get(BESIDE.get(label, ""), {})
     found = []
     for seed in sorted(mine.keys() & other.keys()):
         pairs = list(zip(mine[seed]["documents"], other[seed]["documents"], strict=True))
         apart = ratio_estimate([a - b for (a, _), (b, _) in pairs], [size for (_, size), _ in pairs])
-        found.append(f"{apart.value:+.3f} ± {(apart.high - apart.low) / 2:.3f}")
+        rates = [runs[seed]["learning_rate"] for runs in (mine, other)]
+        note = "" if rates[0] == rates[1] else f" (rates {rates[0]:g} and {rates[1]:g})"
+        found.append(f"{apart.value:+.3f} ± {(apart.high - apart.low) / 2:.3f}{note}")
     return found
 
 
@@ -191,7 +203,7 @@ def answer(rows: list[Row]) -> str:
         return f"so far the short runs: bits per byte after {SHORT_STEPS} steps, each at the best of its rates: {', '.join(found)}"
     found = [(label, _differences(rows, label)) for label in MIXERS if label in BESIDE]
     parts = [f"{label} − {BESIDE[label]} {' and '.join(by_seed)}" for label, by_seed in found if by_seed]
-    return f"bits per byte on held-out text, a number a seed, each at the best of its rates: {', '.join(parts)}"
+    return f"bits per byte on held-out text, a number a seed, each at the rate that is best after {SHORT_STEPS} steps: {', '.join(parts)}"
 
 
 def table(rows: list[Row]) -> str:

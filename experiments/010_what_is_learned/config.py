@@ -46,11 +46,12 @@ Layers = list[Row]
 
 def run(lab: Any) -> None:
     folder, here = lab.folder.parent / TRAINED, lab.place("")
-    missing = [_name(*model) for model in MODELS if not (folder / _name(*model) / "model").is_dir()]
+    places = {_name(*model): _model(folder, *model) for model in MODELS}
+    missing = [name for name, place in places.items() if not place.is_dir()]
     if missing:
         print(f"Not looked at: {', '.join(missing)}. `python experiments/run.py {TRAINED[:3]}` trains them.", flush=True)
     _write_texts(lab.folder)
-    models = {_name(*model): here.parent / TRAINED / _name(*model) / "model" for model in MODELS if _name(*model) not in missing}
+    models = {name: here.parent / place.relative_to(folder.parent) for name, place in places.items() if name not in missing}
     for label in UNTRAINED:
         models[_name(label, 0)] = here / "untrained" / label
         _write_untrained(label, lab.folder / "untrained" / label)
@@ -75,6 +76,11 @@ def _write_untrained(label: str, folder: Path) -> None:
         model = FastWeightsForCausalLM(FastWeightsConfig(**mixer.config(trainings["SHAPE"], vocab_size=len(tokenizer), **special)))
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
+
+
+def _model(folder: Path, label: str, seed: int) -> Path:
+    """Where a training of the experiment in this folder leaves its model."""
+    return folder / _name(label, seed) / "model"
 
 
 def _name(label: str, seed: int) -> str:
