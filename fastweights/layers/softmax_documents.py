@@ -53,10 +53,11 @@ def layout(cu_seqlens: CuSeqlens, most_kept: int | None, device: torch.device) -
     if version != cu_seqlens._version:
         known = {}
         _found[cu_seqlens] = cu_seqlens._version, known
-    if (most_kept, device) not in known:
+    asked = most_kept, device, torch.cuda.current_stream(device) if device.type == "cuda" else None  # another stream may come too early
+    if asked not in known:
         with torch.inference_mode(False):  # a training may use it after that
-            known[most_kept, device] = _layout(cu_seqlens.tolist(), most_kept, device)
-    return known[most_kept, device]
+            known[asked] = _layout(cu_seqlens.tolist(), most_kept, device)
+    return known[asked]
 
 
 def _layout(bounds: list[int], most_kept: int | None, device: torch.device) -> Layout:
