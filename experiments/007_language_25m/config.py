@@ -76,7 +76,7 @@ def run(lab: Any) -> None:
     best = _best(_rates(lab.folder))
     chains = []
     for label, seed in RUNS:
-        if label not in best:  # all its rates are too high
+        if label not in best:  # none of its rates came to an end
             continue
         name = _long(label, seed, best[label])
         chain = [_training(name, widths, label, best[label], STEPS, seed), (f"{name}-measured", _measuring(lab, name, MEASURE))]
